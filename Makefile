@@ -1,0 +1,71 @@
+# Everything Kev needs beyond Python >= 3.11, pip, make and git is installed into .venv by the first target that runs.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check check-static check-protos run proto format clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := kev common router_svc inference_svc aggregator_svc
+# What the protos must stay compatible with.
+BASE = $(shell git rev-parse -q --verify origin/main || git rev-parse -q --verify main)
+# One line per package, so that a long download is seen to go on.
+PROGRESS = awk '/^ *(Downloading|Using cached|Building|Installing collected)/ { print "  " substr($$0, 1, 100); fflush() }'
+
+help:  ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv with Kev, its demo model and its tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Kev needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	@echo "[1/3] virtual environment in $(VENV)"
+	@# Debian without python3-venv has no ensurepip: let the system's pip put pip in.
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) > /dev/null 2>&1 \
+	  || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	@echo "[2/3] torch (large; a few minutes on a slow line)"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools | $(PROGRESS)
+	@echo "[3/3] Kev, the demo model and the tools"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[demo,test,dev]' | $(PROGRESS)
+	@touch $@
+
+demo: $(STAMP)  ## answer four kinds of question on the demo model
+	@$(BIN)/kev demo
+
+run: $(STAMP)  ## serve HTTP on http://127.0.0.1:8765
+	@$(BIN)/kev serve
+
+test: check-static  ## the static checks and every test
+	$(BIN)/python -m pytest -q --durations=10
+
+check: check-static  ## the static checks and the quick tests
+	$(BIN)/python -m pytest -q tests/unit tests/contract
+
+check-static: $(STAMP) check-protos  ## format, lint, types, import contracts, protos
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy --no-error-summary
+	$(BIN)/lint-imports --no-logo | { grep -v KEPT || true; }
+
+check-protos: $(STAMP)
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python protos/generate.py --check
+	@if [ -n "$(BASE)" ] && git cat-file -e '$(BASE):buf.yaml' 2> /dev/null; then \
+	  echo "$(BIN)/buf breaking"; $(BIN)/buf breaking --against '.git#commit=$(BASE)'; \
+	else echo "no protos on main yet: nothing to stay compatible with"; fi
+
+proto: $(STAMP)  ## generate kev/v1 from protos/
+	$(BIN)/buf format --write
+	$(BIN)/python protos/generate.py
+
+format: $(STAMP)  ## format and mend what can be mended
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format --quiet .
+
+clean:  ## remove caches and build products; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find $(PACKAGES) tests protos -name __pycache__ -prune -exec rm -rf {} +
