@@ -1,0 +1,74 @@
+"""The only crossing between domain values and protobuf messages.
+
+Invariants and semantics: ``decode_x(encode_x(value)) == value``. Times keep whole nanoseconds, which is every float
+that stands for a time of day after 1970 and every duration that is a whole number of them. Decoding ignores unknown
+fields, takes the documented default of an absent number, and refuses what would be guessed: an unknown or missing
+enum value, a missing message without a default, an empty request id. Ranges are not checked again; the router did.
+
+Not here: the status of a failed call (servicers), keys and fields of a stream entry (transports).
+"""
+
+from __future__ import annotations
+
+from common.codec.envelope import ENVELOPE_VERSION, EnvelopeValue, open_envelope, seal
+from common.codec.reports import (
+    decode_isolation_report,
+    decode_node_stats,
+    encode_isolation_report,
+    encode_node_stats,
+)
+from common.codec.requests import (
+    decode_question,
+    decode_request_record,
+    decode_request_spec,
+    decode_sampling,
+    decode_work_item,
+    encode_question,
+    encode_request_record,
+    encode_request_spec,
+    encode_sampling,
+    encode_work_item,
+)
+from common.codec.results import (
+    decode_channel_event,
+    decode_error,
+    decode_request_view,
+    decode_result,
+    decode_stream_event,
+    encode_channel_event,
+    encode_error,
+    encode_request_view,
+    encode_result,
+    encode_stream_event,
+)
+
+__all__ = [
+    "ENVELOPE_VERSION",
+    "EnvelopeValue",
+    "decode_channel_event",
+    "decode_error",
+    "decode_isolation_report",
+    "decode_node_stats",
+    "decode_question",
+    "decode_request_record",
+    "decode_request_spec",
+    "decode_request_view",
+    "decode_result",
+    "decode_sampling",
+    "decode_stream_event",
+    "decode_work_item",
+    "encode_channel_event",
+    "encode_error",
+    "encode_isolation_report",
+    "encode_node_stats",
+    "encode_question",
+    "encode_request_record",
+    "encode_request_spec",
+    "encode_request_view",
+    "encode_result",
+    "encode_sampling",
+    "encode_stream_event",
+    "encode_work_item",
+    "open_envelope",
+    "seal",
+]

@@ -1,0 +1,91 @@
+"""What a node says about itself, as protobuf.
+
+Invariants and semantics: see the package.
+
+Not here: what a node says about a question (``common.codec.results``).
+"""
+
+from __future__ import annotations
+
+from common.codec.wire import LEVEL, VERDICT
+from common.types import IsolationReport, NodeStats
+from kev.v1 import types_pb2 as pb
+
+
+def encode_node_stats(value: NodeStats) -> pb.NodeStats:
+    """The wire form of a node's counters and gauges."""
+    return pb.NodeStats(
+        node_id=value.node_id,
+        num_running=value.num_running,
+        num_waiting=value.num_waiting,
+        max_slots=value.max_slots,
+        num_steps=value.num_steps,
+        num_prompt_tokens=value.num_prompt_tokens,
+        num_completion_tokens=value.num_completion_tokens,
+        kv_bytes_used=value.kv_bytes_used,
+        kv_bytes_total=value.kv_bytes_total,
+        num_prefixes=value.num_prefixes,
+        alive=value.alive,
+    )
+
+
+def decode_node_stats(message: pb.NodeStats) -> NodeStats:
+    """A node's counters and gauges."""
+    return NodeStats(
+        node_id=message.node_id,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        max_slots=message.max_slots,
+        num_steps=message.num_steps,
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_completion_tokens=message.num_completion_tokens,
+        kv_bytes_used=message.kv_bytes_used,
+        kv_bytes_total=message.kv_bytes_total,
+        num_prefixes=message.num_prefixes,
+        alive=message.alive,
+    )
+
+
+def encode_isolation_report(value: IsolationReport) -> pb.IsolationReport:
+    """The wire form of what a process can promise."""
+    return pb.IsolationReport(
+        levels=[
+            pb.LevelVerdict(level=LEVEL.encode(level), verdict=VERDICT.encode(verdict))
+            for level, verdict in value.levels
+        ],
+        backend=value.backend,
+        precision=value.precision,
+        num_threads=value.num_threads,
+        decode_rows=value.decode_rows,
+        prefill_rows=value.prefill_rows,
+        row_independent=value.row_independent,
+        position_independent=value.position_independent,
+        fingerprint=value.fingerprint,
+        reason=value.reason,
+    )
+
+
+def decode_isolation_report(message: pb.IsolationReport, path: str = "report") -> IsolationReport:
+    """What a process can promise.
+
+    Raises:
+        InvalidRequestError: a level or verdict is not known here.
+    """
+    return IsolationReport(
+        levels=tuple(
+            (
+                LEVEL.decode(entry.level, f"{path}.levels[{i}].level"),
+                VERDICT.decode(entry.verdict, f"{path}.levels[{i}].verdict"),
+            )
+            for i, entry in enumerate(message.levels)
+        ),
+        backend=message.backend,
+        precision=message.precision,
+        num_threads=message.num_threads,
+        decode_rows=message.decode_rows,
+        prefill_rows=message.prefill_rows,
+        row_independent=message.row_independent,
+        position_independent=message.position_independent,
+        fingerprint=message.fingerprint,
+        reason=message.reason,
+    )
