@@ -1,0 +1,355 @@
+"""The aggregator as its callers see it: register, poll, wait, stream, cancel.
+
+Invariants and semantics: every registered question gets exactly one terminal outcome, by its deadline at the latest,
+also when ``run`` ends (then cancelled), so that no waiter waits for ever. Each outcome reaches every listener once,
+before waiters and readers see it. Deadlines are kept by ``run`` and looked at on every call, so a view never shows an
+open question whose deadline has passed. Work of questions that timed out or were cancelled is withdrawn from the
+transport; an interrupted withdrawal is repeated. Waiters and stream readers are independent: each reader has its own
+position in the request's event log, and leaving early leaves nothing behind. One event loop; state changes only
+between two awaits.
+
+Not here: what an event does to a request (``collector``), what is kept how long (``store``), gRPC (``servicer``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
+
+from aggregator_svc.audit import Moment
+from aggregator_svc.collector import Collector
+from aggregator_svc.settings import AggregatorSettings
+from aggregator_svc.store import RequestStore, StoredRequest
+from common.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidRequestError,
+    InvariantError,
+    KevError,
+    RequestNotFoundError,
+)
+from common.ports import Clock, ResultStream, WorkStreams
+from common.types import (
+    ChannelDelta,
+    ChannelEvent,
+    ChannelResult,
+    ChannelStarted,
+    RequestRecord,
+    RequestView,
+    StreamEvent,
+    StreamEventType,
+)
+from common.wakeup import WakeUp
+
+_READ_MAX_EVENTS = 256
+_READ_WAIT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregatorCounters:
+    """Counters since start."""
+
+    num_outcomes: int
+    """Terminal outcomes, placeholders included."""
+    num_late: int
+    """Outcomes that came after the first one of their question."""
+    num_unknown: int
+    """Events of requests that are not kept (any more)."""
+    num_malformed: int
+    """Events that made no sense and were dropped."""
+
+
+class AggregatorService:
+    """``RequestRegistry`` for the router, and what the surfaces call."""
+
+    def __init__(self, *, results: ResultStream, work: WorkStreams, clock: Clock, settings: AggregatorSettings) -> None:
+        """Compose the service; nothing runs before ``run``.
+
+        Args:
+            results: where the nodes' events arrive.
+            work: where work of withdrawn questions is cancelled.
+            clock: measures deadlines and stamps placeholders.
+            settings: bounds of the store.
+        """
+        self._results = results
+        self._work = work
+        self._clock = clock
+        self._result_ttl_s = settings.result_ttl_s
+        self._store = RequestStore(max_requests=settings.max_requests, result_ttl_s=settings.result_ttl_s)
+        self._listeners: list[Callable[[ChannelResult], None]] = []
+        self._withdrawals: deque[tuple[str, tuple[int, ...]]] = deque()
+        self._timetable_changed = WakeUp()
+        self._draining = False
+        self._num_outcomes = 0
+        self._num_late = 0
+        self._num_unknown = 0
+        self._num_malformed = 0
+
+    @property
+    def counters(self) -> AggregatorCounters:
+        """Counters since start."""
+        return AggregatorCounters(
+            num_outcomes=self._num_outcomes,
+            num_late=self._num_late,
+            num_unknown=self._num_unknown,
+            num_malformed=self._num_malformed,
+        )
+
+    def add_listener(self, listener: Callable[[ChannelResult], None]) -> None:
+        """Call ``listener`` once per question, at its terminal outcome; what it raises is logged only."""
+        self._listeners.append(listener)
+
+    def begin_drain(self) -> None:
+        """Accept no new requests; those registered go on."""
+        self._draining = True
+
+    # ---- the router's side (RequestRegistry)
+
+    async def register(self, record: RequestRecord) -> bool:
+        """Expect the outcomes of a request; its time budgets start now.
+
+        Returns:
+            False when exactly this request is already there.
+
+        Raises:
+            RequestConflictError: the id is taken by a request with other content.
+            DrainingError: shutting down.
+            QueueFullError: as many requests as can be kept are running.
+        """
+        now = self._look_at_clock()
+        if self._store.holds(record.request_id, record.content_digest):
+            return False
+        if self._draining:
+            raise DrainingError("Kev is shutting down and accepts no new requests; send it to another instance")
+        next_due_s = self._store.next_due_s()
+        stored = StoredRequest(Collector(record, now))
+        self._store.add(stored, now.monotonic_s)
+        if next_due_s is None or (stored.collector.next_deadline_s or next_due_s) < next_due_s:
+            self._timetable_changed.wake_all()
+        return True
+
+    async def lookup(self, request_id: str, content_digest: str) -> bool:
+        """Whether exactly this request is registered.
+
+        Raises:
+            RequestConflictError: the id is taken by a request with other content.
+        """
+        self._look_at_clock()
+        return self._store.holds(request_id, content_digest)
+
+    async def withdraw(self, request_id: str) -> None:
+        """Cancel a request whose submission did not complete and forget it, so that its id can be used again."""
+        self._look_at_clock()
+        stored = self._store.find(request_id)
+        if stored is None:
+            return
+        self._cancel_open(stored)
+        self._store.remove(request_id)
+        await self._withdraw_work()
+
+    # ---- the caller's side
+
+    async def poll(self, request_id: str) -> RequestView:
+        """The request as it stands.
+
+        Raises:
+            RequestNotFoundError: unknown, or its results have expired.
+        """
+        self._look_at_clock()
+        return self._get(request_id).collector.view()
+
+    async def wait(self, request_id: str, timeout_s: float | None) -> RequestView:
+        """The request once every question has its outcome; any number of callers may wait.
+
+        Args:
+            request_id: a registered request.
+            timeout_s: most seconds to wait; ``None`` waits for as long as the questions' own budgets last.
+
+        Raises:
+            RequestNotFoundError: unknown, or its results have expired.
+            DeadlineExceededError: ``timeout_s`` passed first; the request goes on.
+            InvalidRequestError: ``timeout_s`` is negative or not a number.
+        """
+        if timeout_s is not None and not timeout_s >= 0:
+            raise InvalidRequestError.of("timeout", f"{timeout_s} is not a number of seconds from 0 on, or none")
+        self._look_at_clock()
+        stored = self._get(request_id)
+        collector = stored.collector
+        try:
+            async with asyncio.timeout(timeout_s):
+                await stored.finished.wait()
+        except TimeoutError:
+            if not collector.done:
+                raise DeadlineExceededError(
+                    f"{collector.num_done} of {len(collector.record.questions)} questions of request {request_id!r} "
+                    f"have an outcome after waiting {timeout_s:g} s; the request goes on: wait again, or poll"
+                ) from None
+        return collector.view()
+
+    def stream(self, request_id: str, from_event_index: int = 0) -> AsyncGenerator[StreamEvent, None]:
+        """The request's events from ``from_event_index`` on, past ones first; ends after ``done``.
+
+        Any number of readers; a slow one holds up nobody. Leaving early needs no clean-up.
+
+        Raises:
+            RequestNotFoundError: unknown, or its results have expired (at once, not at the first event).
+            InvalidRequestError: the index is negative.
+        """
+        if from_event_index < 0:
+            raise InvalidRequestError.of("from_event_index", f"{from_event_index} is not a number from 0 on")
+        self._look_at_clock()
+        return _read_log(self._get(request_id), from_event_index)
+
+    async def cancel(self, request_id: str) -> int:
+        """Withdraw every question that has no outcome yet; outcomes that are there stay.
+
+        Returns:
+            How many questions were withdrawn.
+
+        Raises:
+            RequestNotFoundError: unknown, or its results have expired.
+        """
+        self._look_at_clock()
+        num_withdrawn = self._cancel_open(self._get(request_id))
+        await self._withdraw_work()
+        return num_withdrawn
+
+    # ---- the loops
+
+    async def run(self) -> None:
+        """Consume events and keep deadlines until cancelled; then every open question ends as cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._consume(), name="aggregator-consume")
+                group.create_task(self._keep_deadlines(), name="aggregator-deadlines")
+        finally:
+            self.begin_drain()
+            error = DrainingError("Kev shut down before this question had an outcome; submit it again").info
+            now = self._now()
+            for stored in self._store.running():
+                self._settle(stored, stored.collector.cancel(now, error), now)
+
+    async def _consume(self) -> None:
+        while True:
+            events = await self._results.read(_READ_MAX_EVENTS, _READ_WAIT_S)
+            for event in events:
+                self._apply(event)
+            # A backlog must not keep the loop from everybody else.
+            await asyncio.sleep(0)
+
+    async def _keep_deadlines(self) -> None:
+        while True:
+            await self._withdraw_work()
+            now = self._look_at_clock()
+            if self._withdrawals:
+                continue
+            next_due_s = self._store.next_due_s()
+            await self._timetable_changed.wait(None if next_due_s is None else max(0.0, next_due_s - now.monotonic_s))
+
+    # ---- inside
+
+    def _now(self) -> Moment:
+        return Moment(monotonic_s=self._clock.monotonic(), unix_s=self._clock.time())
+
+    def _look_at_clock(self) -> Moment:
+        """Time out and forget whatever is due; called first by everything that reads or changes state."""
+        now = self._now()
+        for stored, placeholders in self._store.expire_questions(now):
+            self._drop_work(stored, placeholders)
+            self._settle(stored, placeholders, now)
+        self._store.drop_expired(now.monotonic_s)
+        return now
+
+    def _get(self, request_id: str) -> StoredRequest:
+        stored = self._store.find(request_id)
+        if stored is None:
+            raise RequestNotFoundError(
+                f"no request {request_id!r}: it was never accepted, or its results are gone "
+                f"(they are kept for {self._result_ttl_s:g} s after the last outcome); submit it again"
+            )
+        return stored
+
+    def _apply(self, event: ChannelEvent) -> None:
+        try:
+            stored = self._store.find(event.request_id)
+            if stored is None:
+                self._num_unknown += 1
+                return
+            self._feed(stored, event)
+        except Exception:
+            # Whatever a peer sent: the loop serves all other requests too. The text of a question is never logged.
+            self._num_malformed += 1
+            _log.exception("dropped a malformed %s event", type(event).__name__)
+
+    def _feed(self, stored: StoredRequest, event: ChannelEvent) -> None:
+        now = self._now()
+        match event:
+            case ChannelStarted():
+                stored.collector.start(event, now)
+            case ChannelDelta():
+                stored.collector.append(event, now)
+            case ChannelResult():
+                if not stored.collector.place(event, now):
+                    self._num_late += 1
+                    return
+                self._settle(stored, (event,), now)
+            case _:
+                raise InvariantError("the event is of no known type")
+        stored.progressed.wake_all()
+
+    def _settle(self, stored: StoredRequest, outcomes: Iterable[ChannelResult], now: Moment) -> None:
+        """Tell everybody about outcomes that the collector has just placed."""
+        for outcome in outcomes:
+            self._num_outcomes += 1
+            for listener in self._listeners:
+                try:
+                    listener(outcome)
+                except Exception:
+                    _log.exception("a listener failed on question %d", outcome.question_index)
+        if stored.collector.done and not stored.finished.is_set():
+            self._store.finish(stored, now.monotonic_s)
+            stored.finished.set()
+        stored.progressed.wake_all()
+
+    def _cancel_open(self, stored: StoredRequest) -> int:
+        now = self._now()
+        placeholders = stored.collector.cancel(now)
+        self._drop_work(stored, placeholders)
+        self._settle(stored, placeholders, now)
+        return len(placeholders)
+
+    def _drop_work(self, stored: StoredRequest, placeholders: tuple[ChannelResult, ...]) -> None:
+        if placeholders:
+            self._withdrawals.append((stored.request_id, tuple(outcome.question_index for outcome in placeholders)))
+            self._timetable_changed.wake_all()
+
+    async def _withdraw_work(self) -> None:
+        """Cancel outstanding work; one that is interrupted stays in line, cancelling twice does no harm."""
+        while self._withdrawals:
+            withdrawal = self._withdrawals[0]
+            try:
+                await self._work.cancel(*withdrawal)
+            except KevError:
+                # The item's own time budget ends the work then.
+                _log.exception("could not withdraw %d questions from the work streams", len(withdrawal[1]))
+            if self._withdrawals and self._withdrawals[0] is withdrawal:
+                self._withdrawals.popleft()
+
+
+async def _read_log(stored: StoredRequest, event_index: int) -> AsyncGenerator[StreamEvent, None]:
+    events = stored.collector.events
+    while True:
+        while event_index < len(events):
+            event = events[event_index]
+            event_index += 1
+            yield event
+            if event.type is StreamEventType.DONE:
+                return
+        if stored.finished.is_set():
+            return
+        await stored.progressed.wait()
