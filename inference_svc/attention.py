@@ -1,0 +1,240 @@
+"""Attention of isolated channels, registered in transformers under ``kev_cpu`` and ``kev_reference``.
+
+Invariants and semantics: a row sees the positions of its own question up to itself, inside the layer's window counted
+in the question's own positions, and nothing else. Two backends, one signature:
+
+- ``cpu``: each question attends over its own KV extent, physically separate, with the library kernels of torch. The
+  shapes a question is computed in depend on that question alone.
+- ``reference``: one dense mask over the packed rows and all questions' keys, minus infinity across questions, in
+  float32. It is the definition; tests compare the other backends with it.
+
+Attention keywords that change the mathematics and are not known here are refused: fail closed.
+
+Not here: which rows there are (``scheduler``), where positions live (``kv_cache``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from common.errors import InvariantError, UnsupportedModelError
+from inference_svc.kv_cache import KVCache
+from inference_svc.plan import Segment, StepPlan
+
+
+class Backend(StrEnum):
+    """Implementation of the isolated attention."""
+
+    CPU = "cpu"
+    REFERENCE = "reference"
+
+    @property
+    def attention_name(self) -> str:
+        """Name under which transformers knows it."""
+        return f"kev_{self.value}"
+
+
+_HARMLESS_KEYWORDS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal", "cache"}
+)
+"""Keywords that models hand to attention and that do not change what Kev computes."""
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One forward as the attention functions see it."""
+
+    segments: tuple[Segment, ...]
+    cache: KVCache
+    arena_rows: torch.Tensor
+    """``[T]`` int64: arena position of each used row."""
+    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    """By (row, window): built once per forward, the same for every layer with that window."""
+    layers_seen: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, plan: StepPlan, cache: KVCache, device: torch.device) -> ForwardContext:
+        """The context of a plan."""
+        rows = [s.kv.arena_position(p) for s in plan.segments for p in range(s.position, s.end)]
+        return cls(plan.segments, cache, torch.tensor(rows, dtype=torch.int64, device=device))
+
+    @property
+    def num_used(self) -> int:
+        """Rows that carry a token: ``T``."""
+        return self.arena_rows.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One layer's attention call."""
+
+    layer: int
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+def first_visible(position: int, window: int | None) -> int:
+    """First position that the token at ``position`` may see; ``window`` counts the token itself."""
+    return 0 if window is None else max(0, position + 1 - window)
+
+
+def visibility(segment: Segment, first: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """``[rows, L]`` bool: which of the positions ``[first, segment.end)`` each row may see."""
+    queries = torch.arange(segment.position, segment.end, device=device)[:, None]
+    keys = torch.arange(first, segment.end, device=device)[None, :]
+    seen = keys <= queries
+    return seen if window is None else seen & (queries - keys < window)
+
+
+def cpu_attention(query: torch.Tensor, call: LayerCall, context: ForwardContext) -> torch.Tensor:
+    """Attention of every question over its own extent.
+
+    Args:
+        query: ``[1, H, R, D]``; rows after the used ones are padding.
+        call: the layer.
+        context: the forward.
+
+    Returns:
+        ``[1, R, H, Dv]``; padding rows are zero.
+    """
+    _, num_heads, num_rows, _ = query.shape
+    out = query.new_zeros(1, num_rows, num_heads, context.cache.values[call.layer].shape[-1])
+    for segment in context.segments:
+        rows = slice(segment.row, segment.row + segment.num_rows)
+        first = first_visible(segment.position, call.window)
+        key, value = context.cache.read(call.layer, segment.kv, first, segment.end)
+        # A fresh copy has the allocator's alignment, whatever row of the forward the question got.
+        own = query[:, :, rows].clone(memory_format=torch.contiguous_format)
+        mask = _segment_mask(segment, first, call.window, context, query.device)
+        attend = _capped_attention if call.softcap is not None else _library_attention
+        out[:, rows] = attend(own, key, value, mask, call).transpose(1, 2)
+    return out
+
+
+def reference_attention(query: torch.Tensor, call: LayerCall, context: ForwardContext) -> torch.Tensor:
+    """Attention over all questions' keys under one block-diagonal mask, in float32 or better.
+
+    Args:
+        query: ``[1, H, R, D]``.
+        call: the layer.
+        context: the forward.
+
+    Returns:
+        ``[1, R, H, Dv]``; padding rows are zero.
+    """
+    _, num_heads, num_rows, _ = query.shape
+    precise = torch.promote_types(query.dtype, torch.float32)
+    parts = [context.cache.read(call.layer, s.kv, 0, s.end) for s in context.segments]
+    key = torch.cat([k for k, _ in parts], dim=2)
+    value = torch.cat([v for _, v in parts], dim=2)
+    groups = num_heads // key.shape[1]
+    key, value = (t.to(precise).repeat_interleave(groups, dim=1) for t in (key, value))
+    blocks = [visibility(s, 0, call.window, query.device) for s in context.segments]
+    mask = torch.block_diag(*(block.to(torch.uint8) for block in blocks)).bool()
+    scores = _cap(query[:, :, : context.num_used].to(precise) @ key.transpose(2, 3) * call.scaling, call.softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    out = query.new_zeros(1, num_rows, num_heads, value.shape[-1])
+    out[:, : context.num_used] = (weights @ value).transpose(1, 2).to(query.dtype)
+    return out
+
+
+def _segment_mask(
+    segment: Segment, first: int, window: int | None, context: ForwardContext, device: torch.device
+) -> torch.Tensor | None:
+    """The mask of one segment, or None when every row sees every position."""
+    if segment.num_rows == 1:
+        return None
+    place = (segment.row, window or 0)
+    if place not in context.masks:
+        context.masks[place] = visibility(segment, first, window, device)
+    return context.masks[place]
+
+
+def _library_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: LayerCall
+) -> torch.Tensor:
+    """``[1, H, rows, Dv]`` by torch's scaled dot product attention."""
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scaling, enable_gqa=grouped)
+
+
+def _capped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: LayerCall
+) -> torch.Tensor:
+    """``[1, H, rows, Dv]`` with logits soft-capped before the mask. Source: Gemma 2 report (2024), sec. 2."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = _cap(query @ key.transpose(2, 3) * call.scaling, call.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+_AttentionBody = Callable[[torch.Tensor, LayerCall, ForwardContext], torch.Tensor]
+
+
+def _hook(body: _AttentionBody) -> Callable[..., tuple[torch.Tensor, None]]:
+    """The function that transformers calls in every layer."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        kev_context: ForwardContext | None = None,
+        **others: object,
+    ) -> tuple[torch.Tensor, None]:
+        if kev_context is None:
+            raise InvariantError("the model was called without a step plan")
+        if attention_mask is not None or dropout:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} brings its own mask or dropout; Kev cannot isolate it"
+            )
+        _refuse_unknown(module, others)
+        layer = module.layer_idx
+        if not isinstance(layer, int):
+            raise UnsupportedModelError(f"{type(module).__name__} has no layer index; Kev cannot give it a KV cache")
+        kev_context.layers_seen.add(layer)
+        used = kev_context.num_used
+        kev_context.cache.write(layer, kev_context.arena_rows, key[0, :, :used], value[0, :, :used])
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        return body(query, LayerCall(layer, scale, sliding_window, softcap), kev_context), None
+
+    return attention
+
+
+def _refuse_unknown(module: torch.nn.Module, others: dict[str, object]) -> None:
+    unknown = sorted(name for name, value in others.items() if name not in _HARMLESS_KEYWORDS and value is not None)
+    if unknown or others.get("is_causal") is False:
+        names = ", ".join(unknown) or "is_causal=False"
+        message = f"{type(module).__name__} passes attention keywords Kev does not know ({names}); its answers would be"
+        raise UnsupportedModelError(f"{message} wrong, so it is refused; use a model with plain causal attention")
+
+
+def _no_mask(*_args: object, **_keywords: object) -> None:
+    """Mask hook of transformers: the step plan says who sees what, nothing is built."""
+
+
+def register() -> None:
+    """Make both backends known to transformers; safe to call again."""
+    bodies: dict[Backend, _AttentionBody] = {Backend.CPU: cpu_attention, Backend.REFERENCE: reference_attention}
+    for backend, body in bodies.items():
+        AttentionInterface.register(backend.attention_name, _hook(body))
+        AttentionMaskInterface.register(backend.attention_name, _no_mask)

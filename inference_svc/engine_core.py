@@ -1,0 +1,157 @@
+"""The engine core: one step is schedule, one isolated forward, update; and the thread that takes the steps.
+
+Invariants and semantics: everything mutable of the engine belongs to one thread. Other threads talk to it through an
+inbox of small commands, which it empties between steps; events leave through one callback. An error inside a forward
+fails the questions of that forward; an error in Kev's own books ends the thread, and ``alive`` turns false: the books
+are not touched any more, the outcomes of all questions are left to the owner of the thread.
+
+Not here: leases and streams (``worker``), the event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from common.errors import EngineDeadError, KevError, UnsupportedModelError
+from common.types import ChannelEvent
+from inference_svc.plan import StepOutput, StepPlan
+from inference_svc.scheduler import Scheduler
+from inference_svc.sequence import Sequence
+
+_LOG = logging.getLogger("kev.engine")
+
+_IDLE_WAIT_S = 0.5
+"""Longest sleep while questions wait that cannot start yet; commands and deadlines end it earlier."""
+
+
+class Runner(Protocol):
+    """What executes a plan (``model_runner.ModelRunner``; ``kev.testing.ScriptedRunner``)."""
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Run one forward.
+
+        Raises:
+            KevError: the forward as a whole is impossible; its questions fail.
+        """
+        ...
+
+
+class EngineCore:
+    """Scheduler and runner, step by step."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+
+    def step(self) -> list[ChannelEvent]:
+        """One schedule, one forward, one update; returns what there is to report."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return self.scheduler.take_events()
+        return self.scheduler.update(plan, self._execute(plan))
+
+    def _execute(self, plan: StepPlan) -> StepOutput:
+        try:
+            return self._runner.execute(plan)
+        except Exception as error:
+            _LOG.exception("forward %d failed", plan.step_index)
+            failure = error if isinstance(error, KevError) else UnsupportedModelError(_forward_failed(plan))
+            return StepOutput(errors={segment.sequence_id: failure for segment in plan.segments})
+
+
+class EngineThread:
+    """Runs the core on a thread of its own. All methods may be called from any thread."""
+
+    def __init__(self, core: EngineCore, on_events: Callable[[list[ChannelEvent]], None]) -> None:
+        """Prepare the thread.
+
+        Args:
+            core: the engine; belongs to the thread from ``start`` on.
+            on_events: called on the engine thread with what there is to report; must not block.
+        """
+        self._core = core
+        self._on_events = on_events
+        self._inbox: deque[Callable[[Scheduler], object]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: EngineDeadError | None = None
+        self._thread = threading.Thread(target=self._run, name="kev-engine", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """The thread is able to take steps."""
+        return self._thread.is_alive() and self._failure is None
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Set when the thread has ended by itself; ``on_events`` is then called a last time, with nothing."""
+        return self._failure
+
+    def start(self) -> None:
+        """Start taking steps."""
+        self._thread.start()
+
+    def add(self, sequence: Sequence) -> None:
+        """Hand over a question.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        self._command(lambda scheduler: scheduler.add(sequence))
+
+    def cancel(self, request_id: str, question_index: int) -> None:
+        """End a question before the next step; does nothing if it has ended."""
+        if self.alive:
+            self._command(lambda scheduler: scheduler.cancel(request_id, question_index))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the step in flight; questions still running get an error outcome."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _command(self, command: Callable[[Scheduler], object]) -> None:
+        with self._wake:
+            if self._failure is not None:
+                raise self._failure
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._report(self._core.step())
+            self._report(self._core.scheduler.fail_all(EngineDeadError("the engine was shut down")))
+        except Exception:
+            _LOG.exception("the engine thread ends")
+            with self._wake:
+                self._failure = EngineDeadError("the engine has ended after an internal error; restart Kev")
+            self._on_events([])
+
+    def _obey(self) -> bool:
+        """Carry out waiting commands, sleeping while there is nothing to do. False: stop."""
+        scheduler = self._core.scheduler
+        with self._wake:
+            while not self._inbox and not scheduler.has_work and not self._stopping:
+                self._wake.wait()
+            if not self._inbox and not scheduler.num_running and not self._stopping:
+                self._wake.wait(_IDLE_WAIT_S)
+            commands, self._inbox = self._inbox, deque()
+            stopping = self._stopping
+        for command in commands:
+            command(scheduler)
+        return not stopping
+
+    def _report(self, events: list[ChannelEvent]) -> None:
+        if events:
+            self._on_events(events)
+
+
+def _forward_failed(plan: StepPlan) -> str:
+    return f"forward {plan.step_index} failed inside the model; the log has the details"

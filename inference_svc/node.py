@@ -1,0 +1,149 @@
+"""A node: model, KV cache, scheduler and engine thread put together, with its isolation report.
+
+Invariants and semantics: a node is built once, probed before it serves and closed once. It *fails closed*: where the
+probe fails or the backend cannot keep bits, levels are reported as unverified and ``strict`` is refused.
+
+Not here: leases and streams (``worker``), loading weights (``model_loader``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from common.errors import ConfigError, IsolationUnavailableError
+from common.ports import Clock
+from common.types import ChannelEvent, IsolationLevel, IsolationReport, KVCacheMode, NodeStats, Verdict
+from inference_svc.attention import Backend
+from inference_svc.engine_core import EngineCore, EngineThread
+from inference_svc.kv_cache import KVCache
+from inference_svc.mask_summary import ForwardLog
+from inference_svc.model_loader import LoadedModel
+from inference_svc.model_runner import ModelRunner
+from inference_svc.plan import ForwardShapes
+from inference_svc.probe import Bench, ProbeReport, probe_isolation
+from inference_svc.sampler import Sampler
+from inference_svc.scheduler import Scheduler, SchedulerSettings
+from inference_svc.slots import KVLedger
+
+_STOP_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """How a node is laid out."""
+
+    node_id: str
+    max_slots: int
+    prefill_rows: int = 128
+    segment_tokens: int = 64
+    kv_cache_bytes: int = 0
+    """Budget of the KV arena; 0 = room for ``max_slots`` full contexts."""
+    kv_cache: KVCacheMode = KVCacheMode.SPLIT
+    level: IsolationLevel = IsolationLevel.STRICT
+    """Default level of the deployment; a node that cannot keep it does not start."""
+    forward_log: str = ""
+    eos_ids: frozenset[int] = frozenset()
+
+
+class Node:
+    """One engine with everything it owns."""
+
+    def __init__(self, model: LoadedModel, settings: NodeSettings, clock: Clock) -> None:
+        """Lay out the KV arena and probe the machine.
+
+        Raises:
+            ConfigError: the KV budget does not hold a single position.
+            IsolationUnavailableError: the deployment's level cannot be kept here.
+        """
+        self.model = model
+        self._settings = settings
+        shapes = ForwardShapes.of(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
+        num_positions = model.geometry.num_positions(settings.kv_cache_bytes, settings.max_slots, model.max_context)
+        if num_positions <= 0:
+            needed = model.geometry.position_bytes * model.geometry.alignment_positions
+            raise ConfigError(
+                f"core.kv_cache_bytes {settings.kv_cache_bytes} holds no position; at least {needed} needed"
+            )
+        self.ledger = KVLedger(num_positions, model.geometry.alignment_positions)
+        self.cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
+        self._forward_log = ForwardLog(settings.forward_log)
+        quiet = ModelRunner(model, self.cache, self.ledger, shapes, Sampler(settings.eos_ids), ForwardLog())
+        self.bench = Bench(
+            quiet, self.cache, self.ledger, shapes, settings.max_slots, model.max_context, model.vocab_size
+        )
+        probe = probe_isolation(self.bench)
+        self.report = _report(model, shapes, probe)
+        verdict = dict(self.report.levels)[settings.level]
+        if settings.level is IsolationLevel.STRICT and verdict is not Verdict.BITWISE:
+            raise IsolationUnavailableError(self.report.reason)
+        scheduler_settings = SchedulerSettings(
+            node_id=settings.node_id,
+            max_slots=settings.max_slots,
+            shapes=shapes,
+            max_context=model.max_context,
+            reserve_context=settings.kv_cache is KVCacheMode.UNIFIED,
+            keep_prefixes=settings.kv_cache is KVCacheMode.SHARED_READONLY,
+            fingerprint=model.fingerprint,
+            verdict=verdict,
+        )
+        self.scheduler = Scheduler(scheduler_settings, self.ledger, clock, self.cache.scrub)
+        self.runner = ModelRunner(model, self.cache, self.ledger, shapes, Sampler(settings.eos_ids), self._forward_log)
+        self.thread: EngineThread | None = None
+
+    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread:
+        """Start the engine thread."""
+        self.thread = EngineThread(EngineCore(self.scheduler, self.runner), on_events)
+        self.thread.start()
+        return self.thread
+
+    def stats(self) -> NodeStats:
+        """Counters and gauges; read without a lock, so they may be a step apart."""
+        scheduler = self.scheduler
+        position_bytes = self.model.geometry.position_bytes
+        return NodeStats(
+            node_id=self._settings.node_id,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            max_slots=self._settings.max_slots,
+            num_steps=scheduler.num_steps,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_completion_tokens=scheduler.num_completion_tokens,
+            kv_bytes_used=self.ledger.num_held * position_bytes,
+            kv_bytes_total=self.ledger.num_positions * position_bytes,
+            num_prefixes=scheduler.num_prefixes,
+            alive=self.thread is not None and self.thread.alive,
+        )
+
+    def close(self) -> None:
+        """Stop the thread and close the log."""
+        if self.thread is not None:
+            self.thread.stop(_STOP_TIMEOUT_S)
+        self._forward_log.close()
+
+
+def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> IsolationReport:
+    reason = ""
+    if model.backend is Backend.REFERENCE:
+        reason = "the reference backend mixes questions in one kernel call; strict needs core.backend: cpu"
+    elif not probe.passed:
+        what = "other rows change" if not probe.row_independent else "the place among the rows changes"
+        reason = (
+            f"on this machine {what} a question's bits in {model.dtype}; set core.precision to another type, or "
+            "isolation.level to loose or shared to run without the bitwise promise"
+        )
+    verdict = Verdict.UNVERIFIED if reason else Verdict.BITWISE
+    return IsolationReport(
+        levels=tuple((level, verdict) for level in IsolationLevel),
+        backend=model.backend.value,
+        precision=str(model.dtype).removeprefix("torch."),
+        num_threads=torch.get_num_threads(),
+        decode_rows=shapes.decode_rows,
+        prefill_rows=shapes.prefill_rows,
+        row_independent=probe.row_independent,
+        position_independent=probe.position_independent,
+        fingerprint=model.fingerprint,
+        reason=reason,
+    )

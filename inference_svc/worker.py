@@ -1,0 +1,183 @@
+"""The worker: leases work items, feeds the engine, reports progress, commits outcomes.
+
+Invariants and semantics: it never holds more leases than the engine has slots, so it leases nothing it cannot start.
+Every lease it holds ends in a commit, a hand-back or the loss of the lease. Events of the engine are reported in the
+order in which they happened. Leaving ``run`` (cancellation) is the drain's end: unstarted leases go back.
+
+Not here: the forward (``engine_core``), who gets the results (``aggregator_svc``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from common.errors import EngineDeadError, KevError
+from common.ports import Clock, CommitState, Lease, WorkStreams
+from common.types import ChannelEvent, ChannelResult, FinishReason
+from inference_svc.answer import AnswerText, IncrementalDetokenizer
+from inference_svc.engine_core import EngineThread
+from inference_svc.sequence import Sequence
+
+_LOG = logging.getLogger("kev.worker")
+
+_LEASE_WAIT_S = 5.0
+_MISMATCH_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker must know."""
+
+    node_id: str
+    max_slots: int
+    fingerprint: str
+    """Model and tokenizer of this node; items for another one are handed back."""
+    eos_ids: frozenset[int]
+    lease_timeout_s: float = 15.0
+
+
+class Worker:
+    """One node's loop between the work streams and the engine. Lives on the event loop."""
+
+    def __init__(
+        self,
+        work: WorkStreams,
+        clock: Clock,
+        settings: WorkerSettings,
+        make_detokenizer: Callable[[], IncrementalDetokenizer],
+    ) -> None:
+        self._work = work
+        self._clock = clock
+        self._settings = settings
+        self._make_detokenizer = make_detokenizer
+        self._held: dict[tuple[str, int], Lease] = {}
+        self._events: asyncio.Queue[list[ChannelEvent]] = asyncio.Queue()
+        self._slot_freed = asyncio.Event()
+        self._sequence_ids = count(1)
+        self._draining = False
+
+    @property
+    def num_held(self) -> int:
+        """Leases held now."""
+        return len(self._held)
+
+    def begin_drain(self) -> None:
+        """Lease nothing new; what is running goes on."""
+        self._draining = True
+
+    def events_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[list[ChannelEvent]], None]:
+        """The callback for the engine thread: hands events to this worker on its loop."""
+
+        def deliver(events: list[ChannelEvent]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._events.put_nowait, events)
+
+        return deliver
+
+    async def run(self, engine: EngineThread) -> None:
+        """Work until cancelled.
+
+        Raises:
+            ExceptionGroup: with the ``EngineDeadError`` of an engine thread that has ended by itself; every question
+                it had has an error outcome by then.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._lease_loop(engine), name="kev-lease")
+                group.create_task(self._report_loop(engine), name="kev-report")
+                group.create_task(self._renew_loop(engine), name="kev-renew")
+                group.create_task(self._cancel_loop(engine), name="kev-cancel")
+        finally:
+            for lease in list(self._held.values()):
+                await self._work.hand_back(lease)
+            self._held.clear()
+
+    async def _lease_loop(self, engine: EngineThread) -> None:
+        while True:
+            free = self._settings.max_slots - len(self._held)
+            if free <= 0 or self._draining or not engine.alive:
+                self._slot_freed.clear()
+                await self._slot_freed.wait()
+                continue
+            for lease in await self._work.lease(free, _LEASE_WAIT_S):
+                await self._take(lease, engine)
+
+    async def _take(self, lease: Lease, engine: EngineThread) -> None:
+        if lease.item.fingerprint != self._settings.fingerprint:
+            _LOG.warning("request %s is for another model; handed back", lease.item.request_id)
+            await self._work.hand_back(lease)
+            await asyncio.sleep(_MISMATCH_PAUSE_S)
+            return
+        self._held[lease.item.key] = lease
+        sequence = Sequence(
+            sequence_id=next(self._sequence_ids),
+            item=lease.item,
+            attempt=lease.attempt,
+            published_s=self._clock.monotonic() - lease.age_ms / 1000,
+            answer=AnswerText(self._make_detokenizer(), lease.item.sampling),
+            eos_ids=self._settings.eos_ids,
+        )
+        try:
+            engine.add(sequence)
+        except EngineDeadError as error:
+            await self._commit_error(lease, error)
+
+    async def _commit_error(self, lease: Lease, error: KevError) -> None:
+        item = lease.item
+        result = ChannelResult(
+            request_id=item.request_id,
+            question_index=item.question_index,
+            channel_id=item.channel_id,
+            finish_reason=FinishReason.ERROR,
+            num_prompt_tokens=len(item.prompt.ids),
+            finished_at=self._clock.time(),
+            attempt=lease.attempt,
+            node_id=self._settings.node_id,
+            error=error.info,
+        )
+        await self._finish(lease, result)
+
+    async def _report_loop(self, engine: EngineThread) -> None:
+        while True:
+            for event in await self._events.get():
+                lease = self._held.get((event.request_id, event.question_index))
+                if lease is None or lease.attempt != event.attempt:
+                    continue
+                if isinstance(event, ChannelResult):
+                    await self._finish(lease, event)
+                else:
+                    await self._work.emit(lease, event)
+            if engine.failure is not None:
+                for lease in list(self._held.values()):
+                    await self._commit_error(lease, engine.failure)
+                raise engine.failure
+
+    async def _finish(self, lease: Lease, result: ChannelResult) -> None:
+        state = await self._work.commit(lease, result)
+        if state is CommitState.STALE:
+            _LOG.warning("outcome of %s[%d] came too late", result.request_id, result.question_index)
+        self._held.pop(lease.item.key, None)
+        self._slot_freed.set()
+
+    async def _renew_loop(self, engine: EngineThread) -> None:
+        while True:
+            await asyncio.sleep(self._settings.lease_timeout_s / 4)
+            for lease in list(self._held.values()):
+                if not await self._work.renew(lease):
+                    self._drop(lease, engine)
+
+    async def _cancel_loop(self, engine: EngineThread) -> None:
+        while True:
+            for request_id, question_index in await self._work.cancellations(_LEASE_WAIT_S):
+                engine.cancel(request_id, question_index)
+
+    def _drop(self, lease: Lease, engine: EngineThread) -> None:
+        """Stop working on a question that belongs to somebody else now."""
+        engine.cancel(*lease.item.key)
+        if self._held.get(lease.item.key) == lease:
+            del self._held[lease.item.key]
+            self._slot_freed.set()
