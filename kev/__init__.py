@@ -1,0 +1,86 @@
+"""Kev answers many independent questions in one forward pass, each in its own isolated channel.
+
+Everything public is a name of this module; importing it loads neither torch nor grpc.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from common.errors import (
+        ConfigError,
+        DeadlineExceededError,
+        DrainingError,
+        EngineDeadError,
+        InvalidRequestError,
+        IsolationUnavailableError,
+        KevError,
+        ModelError,
+        PromptTooLongError,
+        QueueFullError,
+        RequestConflictError,
+        RequestNotFoundError,
+        UnsupportedModelError,
+    )
+    from common.types import Question, RequestView, Result, StreamEvent
+    from kev.engine import AsyncEngine, Engine
+
+_HOMES = {
+    "kev.engine": ("AsyncEngine", "Engine"),
+    "common.types": ("Question", "RequestView", "Result", "StreamEvent"),
+    "common.errors": (
+        "ConfigError",
+        "DeadlineExceededError",
+        "DrainingError",
+        "EngineDeadError",
+        "InvalidRequestError",
+        "IsolationUnavailableError",
+        "KevError",
+        "ModelError",
+        "PromptTooLongError",
+        "QueueFullError",
+        "RequestConflictError",
+        "RequestNotFoundError",
+        "UnsupportedModelError",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AsyncEngine",
+    "ConfigError",
+    "DeadlineExceededError",
+    "DrainingError",
+    "Engine",
+    "EngineDeadError",
+    "InvalidRequestError",
+    "IsolationUnavailableError",
+    "KevError",
+    "ModelError",
+    "PromptTooLongError",
+    "Question",
+    "QueueFullError",
+    "RequestConflictError",
+    "RequestNotFoundError",
+    "RequestView",
+    "Result",
+    "StreamEvent",
+    "UnsupportedModelError",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used (PEP 562)."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kev' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

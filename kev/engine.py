@@ -1,0 +1,495 @@
+"""The embedded form: router, inference node and aggregator composed in one process.
+
+Invariants and semantics: this is the composition root; it builds the rooms and wires them, and decides nothing. An
+``AsyncEngine`` belongs to the event loop that first uses it; ``Engine`` runs one on a loop of its own and may be used
+from any thread, from notebooks and at import time. If a tier stops by itself, every call from then on raises
+``EngineDeadError``: nothing hangs. Process death loses what was in flight.
+
+Not here: what the rooms do, HTTP (``kev.gateway``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from aggregator_svc.service import AggregatorService
+from aggregator_svc.settings import AggregatorSettings
+from common.clock import SystemClock
+from common.config import Config, load_config
+from common.errors import EngineDeadError, InvariantError, KevError
+from common.memory import MemoryTransport
+from common.ports import Clock
+from common.request import RequestRules, parse_request
+from common.tokenization import Detokenizer, Tokenizer
+from common.types import (
+    ChannelEvent,
+    ChannelSnapshot,
+    EngineStats,
+    IsolationReport,
+    NodeStats,
+    RequestView,
+    Result,
+    StreamEvent,
+)
+from inference_svc.engine_core import EngineThread
+from inference_svc.worker import Worker, WorkerSettings
+from router_svc.embedding import ProjectionTable
+from router_svc.service import RouterService
+from router_svc.settings import RouterSettings
+
+_LOG = logging.getLogger("kev.engine")
+_NODE_ID = "embedded-0"
+_T = TypeVar("_T")
+
+Source = str | os.PathLike[str] | Mapping[str, object] | None
+"""Where a configuration comes from: a path, a mapping, or None for the defaults."""
+
+
+class EmbeddedNode(Protocol):
+    """What the root needs of an inference node (``inference_svc.node.Node``; ``kev.testing.ScriptedNode``)."""
+
+    report: IsolationReport
+
+    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread:
+        """Start the engine thread."""
+        ...
+
+    def stats(self) -> NodeStats:
+        """Counters and gauges."""
+        ...
+
+    def close(self) -> None:
+        """Stop the thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What takes long to make: tokenizer and node."""
+
+    tokenizer: Tokenizer
+    node: EmbeddedNode
+    projection: np.ndarray | None = None
+    """``[V, planes]`` table behind ``semantic_hash``; None falls back to a lexical hash."""
+    max_context: int | None = None
+    """Positions of one channel when the model allows fewer than the configuration."""
+
+
+def load_parts(config: Config, clock: Clock, progress: Callable[[str], None] = _LOG.info) -> EngineParts:
+    """Resolve and load the model of a configuration, and probe the machine.
+
+    Raises:
+        ConfigError: a setting this form does not offer.
+        ModelError: the model cannot be found, read or isolated.
+        IsolationUnavailableError: the configured level cannot be kept here.
+    """
+    from inference_svc.attention import Backend
+    from inference_svc.model_loader import LoadSettings, load_model
+    from inference_svc.node import Node, NodeSettings
+    from inference_svc.projection import projection_table
+    from kev.models import resolve_model
+
+    core, router, isolation = config.core, config.router, config.isolation
+    resolved = resolve_model(core.model_path, core.cache_dir or None, progress)
+    if resolved.license:
+        progress(resolved.license)
+    tokenizer = Tokenizer.from_dir(
+        resolved.path, prompt_template=core.prompt_template, knowledge_prefix=isolation.knowledge_prefix
+    )
+    model = load_model(
+        resolved.path,
+        LoadSettings(
+            precision=core.precision,
+            max_context=core.max_context,
+            backend=Backend.REFERENCE if core.backend == "reference" else Backend.CPU,
+            device=core.device,
+            num_threads=core.num_threads,
+        ),
+    )
+    settings = NodeSettings(
+        node_id=_NODE_ID,
+        max_slots=router.max_parallel_queries,
+        prefill_rows=core.prefill_rows,
+        segment_tokens=core.segment_tokens,
+        kv_cache_bytes=core.kv_cache_bytes,
+        kv_cache=isolation.kv_cache,
+        level=isolation.level,
+        forward_log=config.debug.forward_log,
+        eos_ids=tokenizer.eos_ids,
+    )
+    projection = projection_table(model, router.semantic_planes, router.hash_key)
+    return EngineParts(tokenizer, Node(model, settings, clock), projection, model.max_context)
+
+
+class _Tiers:
+    """The three tiers on one event loop."""
+
+    def __init__(self, config: Config, parts: EngineParts, clock: Clock) -> None:
+        router = config.router
+        transport = MemoryTransport(
+            num_channels=router.channel_pool_size, clock=clock, max_entries_per_channel=router.channel_queue_size
+        )
+        self.aggregator = AggregatorService(
+            results=transport, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
+        )
+        settings = replace(RouterSettings.from_config(config), max_context=_max_context(config, parts))
+        table = None if parts.projection is None else ProjectionTable(parts.projection)
+        self.router = RouterService(
+            tokenizer=parts.tokenizer,
+            work=transport,
+            registry=self.aggregator,
+            clock=clock,
+            settings=settings,
+            projection=table,
+        )
+        self.aggregator.add_listener(self.router.on_outcome)
+        self._worker = Worker(
+            transport,
+            clock,
+            WorkerSettings(
+                node_id=_NODE_ID,
+                max_slots=router.max_parallel_queries,
+                fingerprint=parts.tokenizer.fingerprint,
+                eos_ids=parts.tokenizer.eos_ids,
+            ),
+            lambda: Detokenizer(parts.tokenizer),
+        )
+        self._node = parts.node
+
+    async def run(self) -> None:
+        """Run all three until cancelled."""
+        thread = self._node.start(self._worker.events_from(asyncio.get_running_loop()))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.aggregator.run(), name="kev-aggregator")
+            group.create_task(self.router.run(), name="kev-router")
+            group.create_task(self._worker.run(thread), name="kev-worker")
+
+    def begin_drain(self) -> None:
+        """Accept nothing new."""
+        self.router.begin_drain()
+        self.aggregator.begin_drain()
+
+
+class AsyncEngine:
+    """Kev in this process, for asyncio. Methods must be called on the event loop that first used the engine."""
+
+    def __init__(self, config: Config, parts: EngineParts, clock: Clock | None = None) -> None:
+        """Compose an engine; ``from_config`` is the usual way.
+
+        Raises:
+            ConfigError: the configuration is for another form.
+        """
+        config.require_embedded()
+        self._config = config
+        self._parts = parts
+        self._clock: Clock = clock or SystemClock()
+        rules = RequestRules.from_config(config, vocab_size=parts.tokenizer.vocab_size)
+        stops = () if parts.tokenizer.uses_chat_template else config.core.prompt_stop
+        self._rules = replace(rules, prompt_stop=tuple(stops), max_context=_max_context(config, parts))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tiers: _Tiers | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    def from_config(cls, source: Source = None, *, progress: Callable[[str], None] = _LOG.info) -> Self:
+        """Load configuration and model; blocks until the machine is probed.
+
+        Args:
+            source: path of a ``kev.yaml``, a mapping with the same content, or None for the defaults.
+            progress: told in words what takes long.
+
+        Raises:
+            ConfigError: the configuration is wrong.
+            ModelError: the model cannot be found, read or isolated.
+            IsolationUnavailableError: the configured level cannot be kept here.
+        """
+        config = load_config(source)
+        config.require_embedded()
+        return cls(config, load_parts(config, SystemClock(), progress))
+
+    async def __aenter__(self) -> Self:
+        self._started()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def submit(self, queries: Any, /, **options: Any) -> str:
+        """Accept independent questions; returns the request id at once unless ``overflow_policy: wait`` holds it back.
+
+        Args:
+            queries: list of texts, ``Question`` values or mappings with the fields of ``Question``.
+            **options: ``isolation``, ``strategy``, ``mode``, ``max_parallel``, ``request_id`` (idempotency key),
+                ``system_prompt``, ``tenant``, and any field of ``Question`` but ``text`` as default of all questions.
+
+        Raises:
+            InvalidRequestError: a field is wrong; names field and index; nothing was started.
+            QueueFullError: no room now; carries ``retry_after_s``.
+            RequestConflictError: the id belongs to a request with other content.
+            DrainingError: the engine is closing.
+            EngineDeadError: the engine has ended.
+        """
+        tiers = self._started()
+        return await self._guard(tiers.router.submit(parse_request(queries, options, self._rules)))
+
+    async def wait(self, request_id: str, timeout: float | None = None) -> list[Result]:
+        """All results in the order of the request's mode.
+
+        Args:
+            request_id: from ``submit``.
+            timeout: seconds to wait at most; None waits until every question has its outcome.
+
+        Raises:
+            RequestNotFoundError: unknown or expired.
+            DeadlineExceededError: the wait ended first; the request goes on.
+            EngineDeadError: the engine has ended.
+        """
+        view = await self._guard(self._started().aggregator.wait(request_id, timeout))
+        return list(view.results)
+
+    async def poll(self, request_id: str) -> RequestView:
+        """The request as it stands.
+
+        Raises:
+            RequestNotFoundError: unknown or expired.
+        """
+        return await self._guard(self._started().aggregator.poll(request_id))
+
+    async def ask(self, queries: Any, /, **options: Any) -> list[Result]:
+        """Submit and wait; a cancelled call withdraws its questions. Arguments and errors as ``submit``."""
+        request_id = await self.submit(queries, **options)
+        try:
+            return await self.wait(request_id)
+        except asyncio.CancelledError:
+            await self._started().aggregator.cancel(request_id)
+            raise
+
+    async def stream(self, request_id: str, from_event_index: int = 0) -> AsyncIterator[StreamEvent]:
+        """Events of a request from an index on: deltas, one ``result`` per question, then ``done``.
+
+        Raises:
+            RequestNotFoundError: unknown or expired.
+            EngineDeadError: the engine has ended.
+        """
+        events = self._started().aggregator.stream(request_id, from_event_index)
+        try:
+            while True:
+                try:
+                    yield await self._guard(_next(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            await _close(events)
+
+    async def cancel(self, request_id: str) -> int:
+        """Withdraw the questions without an outcome; returns how many.
+
+        Raises:
+            RequestNotFoundError: unknown or expired.
+        """
+        return await self._guard(self._started().aggregator.cancel(request_id))
+
+    async def isolation(self) -> IsolationReport:
+        """What isolation this process can promise, and on what grounds."""
+        return self._parts.node.report
+
+    async def channels(self) -> list[ChannelSnapshot]:
+        """The channel pool."""
+        return self._started().router.channels()
+
+    async def stats(self) -> EngineStats:
+        """Counters since start."""
+        return EngineStats(router=self._started().router.stats(), node=self._parts.node.stats())
+
+    async def ready(self) -> None:
+        """Return if requests would be answered now.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._started()
+        await asyncio.sleep(0)
+        self._check_alive()
+
+    async def close(self) -> None:
+        """Stop; questions still running get an error outcome. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._tiers is not None:
+            self._tiers.begin_drain()
+        if self._task is not None and not self._task.done():  # its loop may be gone
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await asyncio.to_thread(self._parts.node.close)
+
+    def _started(self) -> _Tiers:
+        """The tiers, started on the running loop at the first use."""
+        loop = asyncio.get_running_loop()
+        if self._closed:
+            raise EngineDeadError("the engine is closed; open a new one")
+        if self._tiers is None:
+            self._loop = loop
+            self._tiers = _Tiers(self._config, self._parts, self._clock)
+            self._task = loop.create_task(self._tiers.run(), name="kev-tiers")
+        elif self._loop is not loop:
+            raise EngineDeadError(
+                "this AsyncEngine belongs to another event loop; use kev.Engine or one engine per loop"
+            )
+        return self._tiers
+
+    def _check_alive(self) -> None:
+        task = self._task
+        if task is not None and task.done():
+            cause = None if task.cancelled() else task.exception()
+            if cause is not None:
+                _LOG.error("a tier of the engine ended", exc_info=cause)
+            raise EngineDeadError("the engine has ended after an internal error; the log has the details; restart Kev")
+
+    async def _guard(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await a tier's answer in the caller's own task, so that a cancellation meets it; or raise if they end first."""
+        tiers, waiting = self._task, True
+        if tiers is None or tiers.done():
+            work.close()
+            self._check_alive()
+            raise InvariantError("the engine was used before it was started")
+
+        def interrupt(_: object) -> None:
+            if waiting:
+                scope.reschedule(0.0)
+
+        tiers.add_done_callback(interrupt)
+        try:
+            async with asyncio.timeout(None) as scope:
+                return await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            waiting = False
+            tiers.remove_done_callback(interrupt)
+        if self._closed:
+            raise EngineDeadError("the engine was closed")
+        self._check_alive()
+        raise EngineDeadError("the engine has ended")
+
+
+def _max_context(config: Config, parts: EngineParts) -> int:
+    return config.core.max_context if parts.max_context is None else parts.max_context
+
+
+async def _next(events: AsyncIterator[StreamEvent]) -> StreamEvent:
+    return await anext(events)
+
+
+async def _close(events: AsyncIterator[StreamEvent]) -> None:
+    close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
+class Engine:
+    """Kev in this process, for ordinary code: the methods of ``AsyncEngine``, blocking.
+
+    May be used from any thread and inside notebooks. Use it as a context manager, or call ``close``.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Run an engine on a loop of its own; ``from_config`` is the usual way."""
+        self._engine = engine
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kev-loop", daemon=True)
+        self._thread.start()
+        self._call(engine.ready())
+
+    @classmethod
+    def from_config(cls, source: Source = None, *, progress: Callable[[str], None] = _LOG.info) -> Self:
+        """Load configuration and model; arguments and errors as ``AsyncEngine.from_config``."""
+        return cls(AsyncEngine.from_config(source, progress=progress))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, queries: Any, /, **options: Any) -> str:
+        """Accept independent questions; returns the request id. See ``AsyncEngine.submit``."""
+        return self._call(self._engine.submit(queries, **options))
+
+    def wait(self, request_id: str, timeout: float | None = None) -> list[Result]:
+        """All results; waits at most ``timeout`` seconds. See ``AsyncEngine.wait``."""
+        return self._call(self._engine.wait(request_id, timeout))
+
+    def poll(self, request_id: str) -> RequestView:
+        """The request as it stands. See ``AsyncEngine.poll``."""
+        return self._call(self._engine.poll(request_id))
+
+    def ask(self, queries: Any, /, **options: Any) -> list[Result]:
+        """Submit and wait. See ``AsyncEngine.ask``."""
+        return self._call(self._engine.ask(queries, **options))
+
+    def stream(self, request_id: str, from_event_index: int = 0) -> Iterator[StreamEvent]:
+        """Events of a request as they come. See ``AsyncEngine.stream``."""
+        events = self._engine.stream(request_id, from_event_index)
+        try:
+            while True:
+                try:
+                    yield self._call(_next(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            if self._thread.is_alive():
+                self._call(_close(events))
+
+    def cancel(self, request_id: str) -> int:
+        """Withdraw the questions without an outcome. See ``AsyncEngine.cancel``."""
+        return self._call(self._engine.cancel(request_id))
+
+    def isolation(self) -> IsolationReport:
+        """What isolation this process can promise. See ``AsyncEngine.isolation``."""
+        return self._call(self._engine.isolation())
+
+    def channels(self) -> list[ChannelSnapshot]:
+        """The channel pool."""
+        return self._call(self._engine.channels())
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+        return self._call(self._engine.stats())
+
+    def close(self) -> None:
+        """Stop and free everything. A second call does nothing."""
+        if self._thread.is_alive():
+            self._call(self._engine.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if not self._thread.is_alive():
+            work.close()
+            raise EngineDeadError("the engine is closed; open a new one")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise KevError("kev.Engine was called from its own event loop; use kev.AsyncEngine there")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
