@@ -16,10 +16,8 @@ from hashlib import sha256
 import torch
 
 from common.clock import SystemClock
-from common.errors import IsolationUnavailableError
 from common.types import IsolationLevel, Prompt, SamplingParams, WorkItem
 from inference_svc.answer import AnswerText
-from inference_svc.engine_core import EngineCore
 from inference_svc.kv_cache import KVCache
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ForwardShapes, Segment
@@ -75,7 +73,7 @@ def probe_isolation(bench: Bench) -> ProbeReport:
     """Run the probe.
 
     Raises:
-        IsolationUnavailableError: a probe question failed instead of giving logits.
+        KevError: the model cannot run the probe's questions at all, with the reason.
     """
     room = bench.max_context - _NUM_TOKENS
     target = _prompt(bench, "target", min(_TARGET_TOKENS, room))
@@ -97,30 +95,29 @@ def run_logits(bench: Bench, prompts: Ordered[tuple[int, ...]]) -> list[list[tor
     """Greedy logits ``[V]`` of every step of every prompt, run together.
 
     Raises:
-        IsolationUnavailableError: one of them failed.
+        KevError: whatever made one of them fail.
     """
     settings = SchedulerSettings(
         node_id="probe", max_slots=bench.max_slots, shapes=bench.shapes, max_context=bench.max_context
     )
-    core = EngineCore(Scheduler(settings, bench.ledger, SystemClock(), bench.cache.scrub), bench.runner)
+    scheduler = Scheduler(settings, bench.ledger, SystemClock(), bench.cache.scrub)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
 
-    def observe(segment: Segment, row: torch.Tensor) -> None:
+    def observe(segment: Segment, row: torch.Tensor, /) -> None:
         logits[segment.sequence_id].append(row.clone())
 
     bench.runner.observer = observe
     try:
         for index, prompt in enumerate(prompts):
-            core.scheduler.add(_sequence(index, prompt))
-        while core.scheduler.has_work:
-            core.step()
+            scheduler.add(_sequence(index, prompt))
+        while (plan := scheduler.schedule()) is not None:
+            output = bench.runner.execute(plan)
+            for error in output.errors.values():
+                raise error
+            scheduler.update(plan, output)
     finally:
         bench.runner.observer = None
         bench.runner.forget()
-    if any(len(rows) != _NUM_TOKENS for rows in logits):
-        raise IsolationUnavailableError(
-            "a question of the isolation probe failed in the forward; the log has the details"
-        )
     return logits
 
 
