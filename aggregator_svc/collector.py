@@ -51,6 +51,8 @@ class _Question:
     """Of the newest attempt."""
     began: Moment | None = None
     """When the newest attempt was first heard of."""
+    first_text: Moment | None = None
+    """When its first text came."""
     result: Result | None = None
 
     @property
@@ -163,6 +165,7 @@ class Collector:
         if question.result is not None or delta.attempt < question.transcript.attempt:
             return False
         self._begin(question, delta.attempt, delta.channel_id, now)
+        question.first_text = question.first_text or now
         self._tell(question, delta.channel_id, question.transcript.add(delta.seq, delta.text, delta.num_tokens))
         return True
 
@@ -222,7 +225,7 @@ class Collector:
         is_first = question.transcript.attempt == 0
         if not question.transcript.begin(attempt):
             return
-        question.began, question.started = now, None
+        question.began, question.started, question.first_text = now, None, None
         if is_first:
             self._log(StreamEventType.STARTED, question, channel_id)
         else:
@@ -262,6 +265,7 @@ class Collector:
         finish_reason, error = ending
         started, began = question.started, question.began
         waited_until = now if began is None else began
+        first_text, accepted_s = question.first_text, self._accepted.monotonic_s
         outcome = ChannelResult(
             request_id=self.record.request_id,
             question_index=question.record.question_index,
@@ -271,7 +275,8 @@ class Collector:
             text=question.transcript.delivered,
             num_prompt_tokens=question.record.num_prompt_tokens,
             num_truncated=question.record.num_truncated,
-            queued_ms=(waited_until.monotonic_s - self._accepted.monotonic_s) * 1000,
+            queued_ms=(waited_until.monotonic_s - accepted_s) * 1000,
+            first_token_ms=None if first_text is None else (first_text.monotonic_s - accepted_s) * 1000,
             started_at=None if began is None else began.unix_s,
             finished_at=now.unix_s,
             attempt=max(1, question.transcript.attempt),

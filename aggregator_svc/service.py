@@ -43,9 +43,12 @@ from common.types import (
     StreamEventType,
 )
 from common.wakeup import WakeUp
+from common.wording import is_a, shown
 
 _READ_MAX_EVENTS = 256
 _READ_WAIT_S = 5.0
+_LONGEST_WAIT_S = 1e9
+"""Every question has its outcome long before; larger integers do not fit into a float."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,13 +178,13 @@ class AggregatorService:
             DeadlineExceededError: ``timeout_s`` passed first; the request goes on.
             InvalidRequestError: ``timeout_s`` is negative or not a number.
         """
-        if timeout_s is not None and not timeout_s >= 0:
-            raise InvalidRequestError.of("timeout", f"{timeout_s} is not a number of seconds from 0 on, or none")
+        if timeout_s is not None and not (_is_number(timeout_s) and timeout_s >= 0):
+            raise InvalidRequestError.of("timeout", f"{shown(timeout_s)} is not a number of seconds from 0 on, or null")
         self._look_at_clock()
         stored = self._get(request_id)
         collector = stored.collector
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
                 await stored.finished.wait()
         except TimeoutError:
             if not collector.done:
@@ -200,8 +203,8 @@ class AggregatorService:
             RequestNotFoundError: unknown, or its results have expired (at once, not at the first event).
             InvalidRequestError: the index is negative.
         """
-        if from_event_index < 0:
-            raise InvalidRequestError.of("from_event_index", f"{from_event_index} is not a number from 0 on")
+        if not is_a(from_event_index, int) or from_event_index < 0:
+            raise InvalidRequestError.of("from_event_index", f"{shown(from_event_index)} is not an integer from 0 on")
         self._look_at_clock()
         return _read_log(self._get(request_id), from_event_index)
 
@@ -266,10 +269,10 @@ class AggregatorService:
         return now
 
     def _get(self, request_id: str) -> StoredRequest:
-        stored = self._store.find(request_id)
+        stored = self._store.find(request_id) if is_a(request_id, str) else None
         if stored is None:
             raise RequestNotFoundError(
-                f"no request {request_id!r}: it was never accepted, or its results are gone "
+                f"no request {shown(request_id)}: it was never accepted, or its results are gone "
                 f"(they are kept for {self._result_ttl_s:g} s after the last outcome); submit it again"
             )
         return stored
@@ -339,6 +342,10 @@ class AggregatorService:
                 _log.exception("could not withdraw %d questions from the work streams", len(withdrawal[1]))
             if self._withdrawals and self._withdrawals[0] is withdrawal:
                 self._withdrawals.popleft()
+
+
+def _is_number(value: object) -> bool:
+    return is_a(value, float) or (is_a(value, int) and not is_a(value, bool))
 
 
 async def _read_log(stored: StoredRequest, event_index: int) -> AsyncGenerator[StreamEvent, None]:

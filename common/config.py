@@ -29,6 +29,7 @@ _MAX_ERRORS_SHOWN = 10
 _LARGE_CONTEXT_TOKENS = 4096
 _SHORT_TIMEOUT_MS = 1_000
 _LONG_TIMEOUT_MS = 120_000
+_MAX_RING_POINTS = 1 << 20
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -135,7 +136,7 @@ class RouterConfig(_Section):
     length_tiers: Annotated[
         _Borders, _Lax, Field(min_length=1, max_length=16), Allowed("a list of 1 to 16 ascending integers above 0")
     ] = (64, 512)
-    """Borders in prompt tokens between short and long questions (strategy length_aware); n borders make n + 1 tiers."""
+    """Token borders, prefixes not counted, of short and long questions (length_aware); n borders make n + 1 tiers."""
     virtual_nodes: int = Field(default=64, ge=1, le=4096)
     """Points per channel on the ring (strategy consistent_hash)."""
     load_bound: float = Field(default=1.25, gt=1, le=100)
@@ -146,6 +147,14 @@ class RouterConfig(_Section):
         tiers = self.length_tiers
         if any(low >= high for low, high in pairwise(tiers)):
             raise _broken_rule("length_tiers", f"must be ascending, such as [64, 512], got {[*tiers]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ring(self) -> Self:
+        num_points = self.virtual_nodes * self.channel_pool_size
+        if num_points > _MAX_RING_POINTS:
+            times = f"times channel_pool_size ({self.channel_pool_size}) must be at most {_MAX_RING_POINTS}"
+            raise _broken_rule("virtual_nodes", f"{times}, got {self.virtual_nodes}")
         return self
 
 
@@ -169,13 +178,13 @@ class CoreConfig(_Section):
     """The model: a directory, a hub id, a GGUF file, or demo."""
     precision: Annotated[Precision, _Lax] = Precision.BF16
     """Number format of weights and KV."""
-    max_context: int = Field(default=4096, ge=2, le=16_777_216)
+    max_context: int = Field(default=4096, ge=16, le=16_777_216)
     """Most tokens of one channel: prefix, prompt and answer together."""
     prompt_template: str = "Question: {question}\nAnswer:"
     """The prompt when the tokenizer has no chat template; must contain {question}."""
     prompt_stop: Annotated[_Texts, _Lax, Allowed("a list of texts, none of them empty")] = ("\nQuestion:",)
     """Strings that end the answer of a question without stops of its own, when the tokenizer has no chat template."""
-    max_tokens: int = Field(default=256, ge=1, le=16_777_216)
+    max_tokens: int = Field(default=64, ge=1, le=16_777_216)
     """Most answer tokens of a question that sets none."""
     segment_tokens: int = Field(default=64, ge=1, le=65_536)
     """Prompt tokens of one question that are computed together; long prompts are cut at its multiples."""
@@ -256,7 +265,12 @@ class Config(_Section):
 
     def warnings(self) -> tuple[str, ...]:
         """Allowed combinations that are probably not meant, one sentence each."""
-        return (*_router_warnings(self), *_isolation_warnings(self), *_limit_warnings(self))
+        return (
+            *_form_warnings(self),
+            *_router_warnings(self),
+            *_isolation_warnings(self),
+            *_limit_warnings(self),
+        )
 
     def to_yaml(self) -> str:
         """This configuration as a complete ``kev.yaml``, defaults written out."""
@@ -327,6 +341,13 @@ def _tree(source: object) -> dict[str, object]:
 
 def _origin(source: object) -> str:
     return f"{config_source.shown_path(source)}: " if isinstance(source, str | os.PathLike) else ""
+
+
+def _form_warnings(config: Config) -> Iterator[str]:
+    if config.deploy.mode is not DeployMode.SINGLE:
+        yield f"deploy.mode {config.deploy.mode} is not offered in this version: kev serve and kev.Engine refuse it"
+    if config.core.precision is Precision.INT8:
+        yield "core.precision int8 is not offered in this version: loading refuses it; use bf16, fp16 or fp32"
 
 
 def _router_warnings(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ KevError
 ├── RequestNotFoundError       REQUEST_NOT_FOUND      unknown or expired request id
 ├── RequestConflictError       REQUEST_ID_CONFLICT    same id, other content
 ├── DeadlineExceededError      BUDGET_SPENT           the time budget is used up
+├── StoreUnavailableError      STORE_UNAVAILABLE      Redis is away, read-only or full
 ├── DrainingError              NODE_DRAINING          shutting down, accepts nothing new
 ├── EngineDeadError            ENGINE_DEAD            the model thread ended; restart is needed
 ├── NonFiniteLogitsError       NON_FINITE_LOGITS      the model gave NaN or infinity for one question
@@ -157,6 +158,15 @@ class DeadlineExceededError(KevError):
     reason = "BUDGET_SPENT"
     grpc_code = "DEADLINE_EXCEEDED"
     http_status = 504
+
+
+class StoreUnavailableError(KevError):
+    """The store between the tiers (Redis) cannot be used now; whether the call took effect is not known."""
+
+    reason = "STORE_UNAVAILABLE"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
 
 
 class DrainingError(KevError):

@@ -166,6 +166,10 @@ class MemoryTransport:
         """Items per channel that are waiting or leased, index = channel id."""
         return [channel.depth for channel in self._channels]
 
+    async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """None: what is published stays until its outcome."""
+        return []
+
     # ---- node's side
 
     async def lease(self, max_items: int, wait_s: float) -> list[Lease]:

@@ -41,6 +41,8 @@ class Lease:
     """1 for the first delivery; fences commits."""
     age_ms: float
     """Time since the item was published, by the transport's clock, at the moment of the lease."""
+    trace: str = ""
+    """W3C traceparent under which the item was published; empty without one."""
 
 
 class CommitState(StrEnum):
@@ -61,6 +63,8 @@ class WorkStreams(Protocol):
 
     async def publish(self, item: WorkItem) -> None:
         """Append the item to its channel's stream. Publishing a question that is already there does nothing.
+
+        A transport that keeps outcomes reports the outcome again instead of running the same question twice.
 
         Raises:
             QueueFullError: the channel's stream is at its limit of entries.
@@ -108,9 +112,20 @@ class WorkStreams(Protocol):
         """Items per channel that are waiting or leased, index = channel id."""
         ...
 
+    async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Which of these published (request_id, question_index) without an outcome the transport has lost.
+
+        Their publisher publishes them again. Always empty in a transport that loses nothing.
+        """
+        ...
+
 
 class ResultStream(Protocol):
-    """Nodes to aggregator: events of all questions, in the order in which each node reported them."""
+    """Nodes to aggregator: events of all questions, in the order in which each node reported them.
+
+    One reader. A read acknowledges what the previous one returned; what was returned and not acknowledged comes again
+    after a crash, so the reader takes an event that it knows already for the same one.
+    """
 
     async def read(self, max_events: int, wait_s: float) -> list[ChannelEvent]:
         """Take up to ``max_events`` events; waits up to ``wait_s`` seconds for the first one."""

@@ -83,7 +83,7 @@ class RequestRules:
     isolation: IsolationLevel = IsolationLevel.STRICT
     strategy: Strategy = Strategy.SEMANTIC_HASH
     mode: AggregateMode = AggregateMode.SLOT_MAP
-    max_tokens: int = 256
+    max_tokens: int = 64
     timeout_ms: int = 10_000
     prompt_stop: tuple[str, ...] = ()
     """``stop`` of questions that set none: what ends an answer under a plain prompt template."""

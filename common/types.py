@@ -128,7 +128,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``seed`` is the channel's own seed; its random numbers depend on nothing else.
     """
 
-    max_tokens: int = 256
+    max_tokens: int = 64
     """Most tokens to generate, at least 1."""
     temperature: float = 0.0
     """0 = greedy; at most 100."""

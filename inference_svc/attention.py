@@ -1,12 +1,13 @@
-"""Attention of isolated channels, registered in transformers under ``kev_cpu`` and ``kev_reference``.
+"""Attention of isolated channels, registered in transformers under ``kev_<backend>``.
 
 Invariants and semantics: a row sees the positions of its own question up to itself, inside the layer's window counted
-in the question's own positions, and nothing else. Two backends, one signature:
+in the question's own positions, and nothing else. Backends of one signature:
 
 - ``cpu``: each question attends over its own KV extent, physically separate, with the library kernels of torch. The
   shapes a question is computed in depend on that question alone.
 - ``reference``: one dense mask over the packed rows and all questions' keys, minus infinity across questions, in
   float32. It is the definition; tests compare the other backends with it.
+- ``flex``: FlexAttention with a block mask over the KV arena (``flex``).
 
 Attention keywords that change the mathematics and are not known here are refused: fail closed.
 
@@ -26,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from common.errors import InvariantError, UnsupportedModelError
 from inference_svc.kv_cache import KVCache
-from inference_svc.plan import Segment, StepPlan
+from inference_svc.plan import ForwardShapes, Segment, StepKind, StepPlan
 
 
 class Backend(StrEnum):
@@ -34,6 +35,7 @@ class Backend(StrEnum):
 
     CPU = "cpu"
     REFERENCE = "reference"
+    FLEX = "flex"
 
     @property
     def attention_name(self) -> str:
@@ -58,12 +60,24 @@ class ForwardContext:
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     """By (row, window): built once per forward, the same for every layer with that window."""
     layers_seen: set[int] = field(default_factory=set)
+    rows_per_segment: int = 1
+    """Most rows a segment of this kind of forward can have."""
+    min_segments: int = 1
+    """Segments that a forward of this kind is laid out for at least."""
+    layout: object | None = None
+    """What a backend makes of the forward once, for all its layers."""
 
     @classmethod
-    def of(cls, plan: StepPlan, cache: KVCache, device: torch.device) -> ForwardContext:
+    def of(cls, plan: StepPlan, shapes: ForwardShapes, cache: KVCache, device: torch.device) -> ForwardContext:
         """The context of a plan."""
         rows = [s.kv.arena_position(p) for s in plan.segments for p in range(s.position, s.end)]
-        return cls(plan.segments, cache, torch.tensor(rows, dtype=torch.int64, device=device))
+        return cls(
+            plan.segments,
+            cache,
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            rows_per_segment=1 if plan.kind is StepKind.DECODE else shapes.segment_tokens,
+            min_segments=shapes.decode_rows,
+        )
 
     @property
     def num_used(self) -> int:
@@ -182,10 +196,10 @@ def _cap(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
-_AttentionBody = Callable[[torch.Tensor, LayerCall, ForwardContext], torch.Tensor]
+AttentionBody = Callable[[torch.Tensor, LayerCall, ForwardContext], torch.Tensor]
 
 
-def _hook(body: _AttentionBody) -> Callable[..., tuple[torch.Tensor, None]]:
+def _hook(body: AttentionBody) -> Callable[..., tuple[torch.Tensor, None]]:
     """The function that transformers calls in every layer."""
 
     def attention(
@@ -232,9 +246,7 @@ def _no_mask(*_args: object, **_keywords: object) -> None:
     """Mask hook of transformers: the step plan says who sees what, nothing is built."""
 
 
-def register() -> None:
-    """Make both backends known to transformers; safe to call again."""
-    bodies: dict[Backend, _AttentionBody] = {Backend.CPU: cpu_attention, Backend.REFERENCE: reference_attention}
-    for backend, body in bodies.items():
-        AttentionInterface.register(backend.attention_name, _hook(body))
-        AttentionMaskInterface.register(backend.attention_name, _no_mask)
+def register(backend: Backend, body: AttentionBody) -> None:
+    """Make a backend known to transformers; safe to call again."""
+    AttentionInterface.register(backend.attention_name, _hook(body))
+    AttentionMaskInterface.register(backend.attention_name, _no_mask)

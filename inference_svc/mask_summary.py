@@ -67,6 +67,22 @@ def overlapping(plan: StepPlan) -> dict[int, int]:
     return found
 
 
+def cross_visible_pairs(plan: StepPlan) -> int:
+    """(row, position) pairs in which a question's row could see a position that another question writes now."""
+    num_pairs = 0
+    for one in plan.segments:
+        for other in plan.segments:
+            if one.sequence_id != other.sequence_id:
+                written = other.kv.ranges(other.position, other.end)
+                seen = one.kv.ranges(0, one.end)
+                num_pairs += one.num_rows * sum(_shared(a, b) for a in seen for b in written)
+    return num_pairs
+
+
+def _shared(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
 class ForwardLog:
     """Writes one summary line per forward to the ``kev.forward`` logger (debug) and, if asked, to a file."""
 
@@ -96,7 +112,6 @@ class ForwardLog:
 
 def summary(plan: StepPlan) -> dict[str, object]:
     """One forward as JSON-able values."""
-    overlaps = len(overlapping(plan))
     channels = [
         {
             "sequence": segment.sequence_id,
@@ -115,8 +130,8 @@ def summary(plan: StepPlan) -> dict[str, object]:
         "kind": plan.kind.value,
         "rows": plan.num_rows,
         "used_rows": plan.num_used,
-        "cross_visible_pairs": overlaps,
-        "overlaps": overlaps,
+        "cross_visible_pairs": cross_visible_pairs(plan),
+        "overlaps": len(overlapping(plan)),
         "truncations": sum(1 for segment in plan.segments if segment.num_truncated),
         "channels": channels,
         "digest": digest,

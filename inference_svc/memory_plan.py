@@ -41,15 +41,16 @@ class KVGeometry:
             needed = needed * step // gcd(needed, step)
         return needed
 
-    def num_positions(self, kv_cache_bytes: int, max_slots: int, max_context: int) -> int:
+    def num_positions(self, kv_cache_bytes: int, max_slots: int, max_context: int, alignment_positions: int) -> int:
         """Positions of the arena.
 
         Args:
             kv_cache_bytes: budget; 0 means room for ``max_slots`` full contexts.
             max_slots: slots of the engine.
             max_context: longest context of a channel, tokens.
+            alignment_positions: extents start at its multiples.
         """
-        align = self.alignment_positions
+        align = alignment_positions
         if kv_cache_bytes == 0:
             return max_slots * (-(-max_context // align) * align)
         return kv_cache_bytes // self.position_bytes // align * align

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from math import lcm
 from pathlib import Path
 
 import torch
@@ -22,13 +23,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError, ModelError, UnsupportedModelError
-from inference_svc import attention
-from inference_svc.attention import Backend
+from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
+from inference_svc.flex import BLOCK_POSITIONS, flex_backend
 from inference_svc.memory_plan import KVGeometry
 
 _LOG = logging.getLogger("kev.model")
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BODIES: Mapping[Backend, AttentionBody] = {
+    Backend.CPU: cpu_attention,
+    Backend.REFERENCE: reference_attention,
+    Backend.FLEX: flex_backend,
+}
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _RECURRENT_SIGNS = ("ssm_state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "time_mix_extra_dim")
 _EXPERT_SIGNS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -50,6 +56,12 @@ class LoadedModel:
     """Positions of one channel: the smaller of the configured limit and the model's own."""
     fingerprint: str
     """SHA-256 over configuration, tensor layout, sampled weight pages, precision and backend."""
+
+    @property
+    def alignment_positions(self) -> int:
+        """Positions at whose multiples KV extents start."""
+        blocks = BLOCK_POSITIONS if self.backend is Backend.FLEX else 1
+        return lcm(self.geometry.alignment_positions, blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +85,7 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         UnsupportedModelError: the architecture cannot be isolated.
     """
     dtype = _dtype(settings.precision)
-    attention.register()
+    _register_backends()
     transformers_logging.disable_progress_bar()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
@@ -98,7 +110,7 @@ def wrap_model(module: PreTrainedModel, settings: LoadSettings, *, fingerprint: 
     Raises:
         UnsupportedModelError: the architecture cannot be isolated.
     """
-    attention.register()
+    _register_backends()
     module.set_attn_implementation(settings.backend.attention_name)
     config = module.config.get_text_config()
     max_context = _max_context(config, settings.max_context)
@@ -160,6 +172,11 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
                 digest.update(handle.read(_PAGE_BYTES))
     digest.update(f"{settings.precision}:{settings.backend}:{settings.device}:torch-{torch.__version__}".encode())
     return digest.hexdigest()
+
+
+def _register_backends() -> None:
+    for backend, body in _BODIES.items():
+        register(backend, body)
 
 
 def _dtype(precision: str) -> torch.dtype:

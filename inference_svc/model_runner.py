@@ -89,7 +89,7 @@ class ModelRunner:
         positions = [p for segment in plan.segments for p in range(segment.position, segment.end)] + [0] * padding
         last_rows = [segment.row + segment.num_rows - 1 for segment in wanted]
         last_rows += [0] * (self._shapes.decode_rows - len(last_rows))
-        context = ForwardContext.of(plan, self._cache, device)
+        context = ForwardContext.of(plan, self._shapes, self._cache, device)
         output = self._model.module(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),

@@ -61,13 +61,16 @@ class Node:
         self.model = model
         self._settings = settings
         shapes = ForwardShapes.of(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
-        num_positions = model.geometry.num_positions(settings.kv_cache_bytes, settings.max_slots, model.max_context)
+        alignment = model.alignment_positions
+        num_positions = model.geometry.num_positions(
+            settings.kv_cache_bytes, settings.max_slots, model.max_context, alignment
+        )
         if num_positions <= 0:
-            needed = model.geometry.position_bytes * model.geometry.alignment_positions
+            needed = model.geometry.position_bytes * alignment
             raise ConfigError(
                 f"core.kv_cache_bytes {settings.kv_cache_bytes} holds no position; at least {needed} needed"
             )
-        self.ledger = KVLedger(num_positions, model.geometry.alignment_positions)
+        self.ledger = KVLedger(num_positions, alignment)
         self.cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
         self._forward_log = ForwardLog(settings.forward_log)
         quiet = ModelRunner(model, self.cache, self.ledger, shapes, Sampler(settings.eos_ids), ForwardLog())

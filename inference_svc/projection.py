@@ -1,15 +1,16 @@
 """The projection table behind ``semantic_hash``: one short signed vector per vocabulary token.
 
 Invariants and semantics: row t is the model's embedding of token t, centred over the vocabulary and projected onto
-``num_planes`` random directions drawn from a key; the signs of a question's mean row are its bucket. The same model
-and key give the same table in every process. Source: Charikar 2002, random hyperplanes.
+``num_planes`` random directions of +1 and -1 drawn from a key; the signs of a question's mean row are its bucket. The
+same model and key give the same table in every process and with every version of the libraries. Sources: Charikar 2002
+(random hyperplanes), Achlioptas 2003 (planes of +1 and -1).
 
 Not here: hashing questions (``router_svc.embedding``).
 """
 
 from __future__ import annotations
 
-from hashlib import sha256
+from hashlib import shake_256
 
 import numpy as np
 import torch
@@ -29,9 +30,10 @@ def projection_table(model: LoadedModel, num_planes: int, hash_key: str) -> np.n
         hash_key: key of the deployment; another key gives other buckets.
     """
     weight = model.module.get_input_embeddings().weight
-    seed = int.from_bytes(sha256(hash_key.encode()).digest()[:8], "little")
-    drawn = np.random.Generator(np.random.PCG64(seed)).standard_normal((weight.shape[1], num_planes))
-    planes = torch.from_numpy(drawn).to(torch.float32)
+    num_signs = weight.shape[1] * num_planes
+    drawn = np.frombuffer(shake_256(hash_key.encode()).digest(-(-num_signs // 8)), dtype=np.uint8)
+    signs = np.unpackbits(drawn)[:num_signs].reshape(weight.shape[1], num_planes)
+    planes = torch.from_numpy(signs.astype(np.float32) * 2 - 1)
     chunks = [
         weight[start : start + _CHUNK_ROWS].float().cpu() @ planes for start in range(0, weight.shape[0], _CHUNK_ROWS)
     ]

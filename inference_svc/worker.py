@@ -112,6 +112,11 @@ class Worker:
             await self._work.hand_back(lease)
             await asyncio.sleep(_MISMATCH_PAUSE_S)
             return
+        while lease.item.key in self._held:
+            # Withdrawn and published anew: events of the former must not pass for those of this one.
+            engine.cancel(*lease.item.key)
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
         self._held[lease.item.key] = lease
         sequence = Sequence(
             sequence_id=next(self._sequence_ids),
@@ -168,16 +173,9 @@ class Worker:
             await asyncio.sleep(self._settings.lease_timeout_s / 4)
             for lease in list(self._held.values()):
                 if not await self._work.renew(lease):
-                    self._drop(lease, engine)
+                    engine.cancel(*lease.item.key)  # it belongs to somebody else now
 
     async def _cancel_loop(self, engine: EngineThread) -> None:
         while True:
             for request_id, question_index in await self._work.cancellations(_LEASE_WAIT_S):
                 engine.cancel(request_id, question_index)
-
-    def _drop(self, lease: Lease, engine: EngineThread) -> None:
-        """Stop working on a question that belongs to somebody else now."""
-        engine.cancel(*lease.item.key)
-        if self._held.get(lease.item.key) == lease:
-            del self._held[lease.item.key]
-            self._slot_freed.set()

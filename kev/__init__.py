@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestConflictError,
         RequestNotFoundError,
+        StoreUnavailableError,
         UnsupportedModelError,
     )
     from common.types import Question, RequestView, Result, StreamEvent
@@ -43,6 +44,7 @@ _HOMES = {
         "QueueFullError",
         "RequestConflictError",
         "RequestNotFoundError",
+        "StoreUnavailableError",
         "UnsupportedModelError",
     ),
 }
@@ -66,6 +68,7 @@ __all__ = [
     "RequestNotFoundError",
     "RequestView",
     "Result",
+    "StoreUnavailableError",
     "StreamEvent",
     "UnsupportedModelError",
 ]

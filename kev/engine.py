@@ -15,6 +15,8 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -25,7 +27,7 @@ from aggregator_svc.service import AggregatorService
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import Config, load_config
-from common.errors import EngineDeadError, InvariantError, KevError
+from common.errors import EngineDeadError, InvariantError, IsolationUnavailableError, KevError
 from common.memory import MemoryTransport
 from common.ports import Clock
 from common.request import RequestRules, parse_request
@@ -34,11 +36,13 @@ from common.types import (
     ChannelEvent,
     ChannelSnapshot,
     EngineStats,
+    IsolationLevel,
     IsolationReport,
     NodeStats,
     RequestView,
     Result,
     StreamEvent,
+    Verdict,
 )
 from inference_svc.engine_core import EngineThread
 from inference_svc.worker import Worker, WorkerSettings
@@ -135,8 +139,10 @@ class _Tiers:
 
     def __init__(self, config: Config, parts: EngineParts, clock: Clock) -> None:
         router = config.router
+        # Twice what the router places: a question that timed out stays leased until the step in flight ends.
+        max_entries = 2 * router.channel_queue_size
         transport = MemoryTransport(
-            num_channels=router.channel_pool_size, clock=clock, max_entries_per_channel=router.channel_queue_size
+            num_channels=router.channel_pool_size, clock=clock, max_entries_per_channel=max_entries
         )
         self.aggregator = AggregatorService(
             results=transport, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
@@ -238,11 +244,14 @@ class AsyncEngine:
             InvalidRequestError: a field is wrong; names field and index; nothing was started.
             QueueFullError: no room now; carries ``retry_after_s``.
             RequestConflictError: the id belongs to a request with other content.
+            IsolationUnavailableError: ``strict`` was asked for and cannot be kept here.
             DrainingError: the engine is closing.
             EngineDeadError: the engine has ended.
         """
         tiers = self._started()
-        return await self._guard(tiers.router.submit(parse_request(queries, options, self._rules)))
+        spec = parse_request(queries, options, self._rules)
+        _require_level(self._parts.node.report, spec.isolation)
+        return await self._guard(tiers.router.submit(spec))
 
     async def wait(self, request_id: str, timeout: float | None = None) -> list[Result]:
         """All results in the order of the request's mode.
@@ -344,6 +353,7 @@ class AsyncEngine:
             self._loop = loop
             self._tiers = _Tiers(self._config, self._parts, self._clock)
             self._task = loop.create_task(self._tiers.run(), name="kev-tiers")
+            self._task.add_done_callback(_log_end)
         elif self._loop is not loop:
             raise EngineDeadError(
                 "this AsyncEngine belongs to another event loop; use kev.Engine or one engine per loop"
@@ -353,13 +363,10 @@ class AsyncEngine:
     def _check_alive(self) -> None:
         task = self._task
         if task is not None and task.done():
-            cause = None if task.cancelled() else task.exception()
-            if cause is not None:
-                _LOG.error("a tier of the engine ended", exc_info=cause)
             raise EngineDeadError("the engine has ended after an internal error; the log has the details; restart Kev")
 
     async def _guard(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await a tier's answer in the caller's own task, so that a cancellation meets it; or raise if they end first."""
+        """Await a tier's answer in the caller's own task, where a cancellation meets it, or raise if the tiers end."""
         tiers, waiting = self._task, True
         if tiers is None or tiers.done():
             work.close()
@@ -386,6 +393,18 @@ class AsyncEngine:
         raise EngineDeadError("the engine has ended")
 
 
+def _log_end(tiers: asyncio.Task[None]) -> None:
+    cause = None if tiers.cancelled() else tiers.exception()
+    if cause is not None:
+        _LOG.error("a tier of the engine ended", exc_info=cause)
+
+
+def _require_level(report: IsolationReport, level: IsolationLevel) -> None:
+    """Fail closed: an answer at level strict is bitwise isolated or is not given."""
+    if level is IsolationLevel.STRICT and dict(report.levels)[level] is not Verdict.BITWISE:
+        raise IsolationUnavailableError(f"isolation strict cannot be kept here: {report.reason}")
+
+
 def _max_context(config: Config, parts: EngineParts) -> int:
     return config.core.max_context if parts.max_context is None else parts.max_context
 
@@ -410,6 +429,8 @@ class Engine:
         """Run an engine on a loop of its own; ``from_config`` is the usual way."""
         self._engine = engine
         self._loop = asyncio.new_event_loop()
+        self._closing = False
+        self._handing_over = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kev-loop", daemon=True)
         self._thread.start()
         self._call(engine.ready())
@@ -453,7 +474,7 @@ class Engine:
                 except StopAsyncIteration:
                     return
         finally:
-            if self._thread.is_alive():
+            with suppress(EngineDeadError):  # closed meanwhile, and the stream with it
                 self._call(_close(events))
 
     def cancel(self, request_id: str) -> int:
@@ -474,20 +495,34 @@ class Engine:
 
     def close(self) -> None:
         """Stop and free everything. A second call does nothing."""
-        if self._thread.is_alive():
-            self._call(self._engine.close())
+        with suppress(EngineDeadError):
+            self._hand_over(self._end(), last=True).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
 
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        if not self._thread.is_alive():
-            work.close()
-            raise EngineDeadError("the engine is closed; open a new one")
+    async def _end(self) -> None:
+        """Close, and let every call that other threads still wait for have its outcome before the loop stops."""
+        await self._engine.close()
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls)
+        await asyncio.get_running_loop().shutdown_asyncgens()
+
+    def _hand_over(self, work: Coroutine[Any, Any, _T], *, last: bool = False) -> Future[_T]:
+        """Start work on the loop; the lock sees to it that nothing comes after the last."""
         if threading.current_thread() is self._thread:
             work.close()
             raise KevError("kev.Engine was called from its own event loop; use kev.AsyncEngine there")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._handing_over:
+            if self._closing:
+                work.close()
+                raise EngineDeadError("the engine is closed; open a new one")
+            self._closing = last
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = self._hand_over(work)
         try:
             return future.result()
         except BaseException:

@@ -3,17 +3,17 @@
 Invariants and semantics: the bucket of a question is the sign bits of the mean of its tokens' rows, bit p for plane p,
 in ``[0, 2^planes)``. It depends on the question's own tokens only (not on their order), so it is the same alone and in
 a batch, in every process and after a restart. Tokens outside the table are ignored; with no token left the bucket is
-0. Sources: Charikar 2002, "Similarity estimation techniques from rounding algorithms", sec. 3 (random hyperplanes);
-Achlioptas 2003 (planes of +1 and -1).
+0. Source: Charikar 2002, "Similarity estimation techniques from rounding algorithms", sec. 3 (random hyperplanes).
 
 ``ProjectionTable`` is semantic: its rows are embeddings projected on the planes. ``HashedProjection`` needs no model
 and is lexical: questions with the same tokens meet, synonyms do not.
 
-Not here: reading the embeddings of a model, choosing a channel for a bucket (``strategies``).
+Not here: making the table (``inference_svc.projection``), choosing a channel for a bucket (``strategies``).
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -25,7 +25,6 @@ from common.errors import ModelError
 from router_svc.digest import KeyedDigest
 
 MAX_PLANES = 16
-_BLOCK_ROWS = 8192
 
 Floats = NDArray[np.floating[Any]]
 
@@ -44,7 +43,7 @@ class Projection(Protocol):
 
 
 class ProjectionTable:
-    """Rows ``[vocab, planes]`` of float16 or float32, made once per model by ``project_embeddings``."""
+    """Rows ``[vocab, planes]`` of float16 or float32: a model's centred embeddings, projected on the planes."""
 
     def __init__(self, rows: Floats) -> None:
         """Use ``rows`` as they are, without a copy.
@@ -86,9 +85,8 @@ class ProjectionTable:
         known = ids[(ids >= 0) & (ids < self._rows.shape[0])]
         if not known.size:
             return 0
-        # The sign of the sum is the sign of the mean. float16 rows add up exactly in float64 (up to 8,192 tokens), so
-        # the order in which a machine adds does not matter.
-        return _sign_bits(self._rows[known].sum(axis=0, dtype=np.float64))
+        # The sign of the sum is the sign of the mean; an exact sum does not depend on the order of the tokens.
+        return _sign_bits([math.fsum(plane) for plane in self._rows[known].T.tolist()])
 
 
 class HashedProjection:
@@ -111,42 +109,12 @@ class HashedProjection:
         # The upper 32 bits as a number around 0. Integers add up exactly; a sum of exactly 0 is as good as never seen,
         # which sums of +1 and -1 would give to every second pair of tokens.
         rows = (_mix(ids[:, None] + self._offsets) >> np.uint64(32)).astype(np.int64) - 2**31
-        return _sign_bits(rows.sum(axis=0))
+        return _sign_bits(rows.sum(axis=0).tolist())
 
 
-def project_embeddings(embeddings: Floats, *, num_planes: int, hash_key: str) -> NDArray[np.float16]:
-    """The rows of a ``ProjectionTable`` for a model's input embeddings.
-
-    The rows are centred: token embeddings share a large common part, which would put all questions into one bucket.
-
-    Args:
-        embeddings: ``[vocab, hidden]``, any float format; read in blocks, so that it may be a memory map.
-        num_planes: 1 to 16.
-        hash_key: draws the planes; the same key gives the same planes on every machine.
-
-    Returns:
-        ``[vocab, num_planes]`` float16, scaled to a root mean square of 1.
-
-    Raises:
-        ModelError: the embeddings are no matrix, or hold numbers that are not finite.
-    """
-    if embeddings.ndim != 2 or not embeddings.size or not 1 <= num_planes <= MAX_PLANES:
-        raise ModelError(f"cannot project embeddings of shape {embeddings.shape} on {num_planes} planes")
-    digest = KeyedDigest(hash_key)(b"planes")
-    cells = np.arange(embeddings.shape[1] * num_planes, dtype=np.uint64) + np.uint64(digest)
-    planes = np.where(_mix(cells) >> np.uint64(63), np.float32(1), np.float32(-1)).reshape(-1, num_planes)
-    starts = range(0, embeddings.shape[0], _BLOCK_ROWS)
-    rows = np.concatenate([embeddings[start : start + _BLOCK_ROWS].astype(np.float32) @ planes for start in starts])
-    rows -= rows.mean(axis=0, dtype=np.float64).astype(np.float32)
-    scale = float(np.sqrt(np.mean(rows**2, dtype=np.float64)))
-    if not np.isfinite(scale):
-        raise ModelError("the embeddings hold numbers that are not finite; the model is damaged")
-    return (rows / (scale or 1.0)).astype(np.float16)
-
-
-def _sign_bits(sums: NDArray[Any]) -> int:
+def _sign_bits(sums: Sequence[float]) -> int:
     bits = 0
-    for plane, value in enumerate(sums.tolist()):
+    for plane, value in enumerate(sums):
         bits |= (value > 0) << plane
     return bits
 

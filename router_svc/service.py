@@ -320,7 +320,7 @@ class RouterService:
     def _move_waiting(self) -> None:
         """Give the places that are free to those who wait; ``run`` publishes them."""
         self._to_publish.extend(question for question, _ in self._pool.drain())
-        if self._to_publish or self._refused:
+        if self._to_publish:
             self._wake_up.set()
 
     # ---- the end of a question or request

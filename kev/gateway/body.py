@@ -1,8 +1,9 @@
 """Reading a request body: bounded, strict JSON, and what the gateway itself takes out of it.
 
-Invariants and semantics: a body is an object in UTF-8; NaN and Infinity, numbers beyond a double, duplicate keys and
-anything after the object are refused, by field where there is one. A wrong Content-Type is forgiven when the body is
-JSON all the same (curl sends a form type by default). What remains goes to ``submit`` unchanged.
+Invariants and semantics: a body is an object in UTF-8; duplicate keys and anything after the object are refused. NaN,
+Infinity and numbers beyond a double are handed on, for ``submit`` to refuse as it does everywhere. A wrong
+Content-Type is forgiven when the body is JSON all the same (curl sends a form type by default). What remains goes to
+``submit`` unchanged.
 
 Not here: whether the questions and options make sense (``submit`` decides that).
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -85,7 +85,7 @@ def parse_object(content: bytes, content_type: str = "") -> dict[str, object]:
     """The JSON object in ``content``.
 
     Raises:
-        InvalidRequestError: empty, not UTF-8, not JSON, not an object, or with a number that is not finite.
+        InvalidRequestError: empty, not UTF-8, not JSON or not an object.
         HTTPException: 415; it is not JSON, and ``content_type`` says that it was not meant to be.
     """
     if not content.strip():
@@ -104,9 +104,6 @@ def parse_object(content: bytes, content_type: str = "") -> dict[str, object]:
         raise InvalidRequestError.of(BODY, "has an integer with too many digits") from None
     if not isinstance(value, dict):
         raise InvalidRequestError.of(BODY, 'must be a JSON object such as {"queries": ["..."]}')
-    violations = [FieldViolation(path, "must be a finite number") for path in _not_finite(value)]
-    if violations:
-        raise InvalidRequestError(violations)
     return value
 
 
@@ -125,21 +122,6 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
             if key in seen:
                 raise _DuplicateKeyError(key)
             seen.add(key)
-    return found
-
-
-def _not_finite(value: dict[str, object]) -> list[str]:
-    """Paths of the numbers that are NaN or infinite, in the order of the body; Python's parser lets both through."""
-    found: list[str] = []
-    todo: list[tuple[str, object]] = [("", value)]
-    while todo:
-        path, item = todo.pop()
-        if isinstance(item, float) and not math.isfinite(item):
-            found.append(path)
-        elif isinstance(item, dict):
-            todo += [((path + named(key)).removeprefix("."), child) for key, child in reversed(item.items())]
-        elif isinstance(item, list):
-            todo += [(f"{path}[{i}]", item[i]) for i in reversed(range(len(item))) if not isinstance(item[i], str)]
     return found
 
 

@@ -65,6 +65,7 @@ class Crowd:
     max_slots: int = 8
     num_positions: int = 2048
     keep_prefixes: bool = False
+    shapes: ForwardShapes | None = None
     before_forward: Callable[[Crowd, StepPlan], None] | None = None
     clock: ManualClock = field(default_factory=ManualClock)
     traces: list[Trace] = field(init=False, default_factory=list)
@@ -77,8 +78,8 @@ class Crowd:
 
     def __post_init__(self) -> None:
         geometry = self.model.geometry
-        shapes = ForwardShapes.of(self.max_slots, PREFILL_ROWS, SEGMENT)
-        self.ledger = KVLedger(self.num_positions, geometry.alignment_positions)
+        shapes = self.shapes or ForwardShapes.of(self.max_slots, PREFILL_ROWS, SEGMENT)
+        self.ledger = KVLedger(self.num_positions, self.model.alignment_positions)
         self.cache = KVCache(geometry, self.num_positions, self.model.dtype, self.model.device)
         self.runner = ModelRunner(
             self.model, self.cache, self.ledger, shapes, Sampler(frozenset({EOS_ID})), ForwardLog()

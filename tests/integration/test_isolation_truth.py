@@ -61,11 +61,15 @@ def test_logits_equal_transformers_alone(name: str) -> None:
         torch.testing.assert_close(torch.stack(trace.logits), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", [Backend.CPU, Backend.FLEX])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_reference_backend_is_the_definition(name: str) -> None:
-    """One dense block-diagonal mask over all questions gives the cpu backend's logits within float tolerance."""
-    asks = _asks((5, WINDOW + 4, SEGMENT, 40))
-    separate = run_together(loaded_model(name), asks)
+def test_the_reference_backend_is_the_definition(name: str, backend: Backend) -> None:
+    """One dense block-diagonal mask over all questions gives every backend's logits within float tolerance."""
+    asks = _asks((5, WINDOW + 4, SEGMENT, 40), max_tokens=4)
+    prefix = prompt(SEGMENT + 3, seed=8)
+    asks += [Ask(prefix + prompt(n, seed=n), boundaries=(len(prefix),), num_shared=len(prefix)) for n in (3, 20)]
+    separate = run_together(loaded_model(name, torch.float32, backend), asks)
     masked = run_together(loaded_model(name, torch.float32, Backend.REFERENCE), asks)
     for one, other in zip(separate, masked, strict=True):
         assert one.token_ids == other.token_ids

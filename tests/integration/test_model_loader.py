@@ -63,7 +63,7 @@ def test_rotary_scaling_by_the_longest_row_is_refused_beyond_its_border(kind: st
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     config = Phi3Config(**_SMALL, max_position_embeddings=256, original_max_position_embeddings=64)
     config.rope_parameters = rope
-    with pytest.raises(UnsupportedModelError, match="core.max_context: 64"):
+    with pytest.raises(UnsupportedModelError, match=r"core\.max_context: 64"):
         check_architecture(config, 65)
     check_architecture(config, 64)
 
@@ -158,5 +158,5 @@ def test_the_reference_backend_refuses_strict() -> None:
     settings = LoadSettings(precision="fp32", max_context=MAX_CONTEXT, backend=Backend.REFERENCE)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIGS["llama"]().to_dict()), dtype=torch.float32)
     loaded = wrap_model(model.eval(), settings, fingerprint="x")
-    with pytest.raises(KevError, match="core.backend: cpu"):
+    with pytest.raises(KevError, match=r"core\.backend: cpu"):
         Node(loaded, NodeSettings(node_id="n", max_slots=2, prefill_rows=32, segment_tokens=16), SystemClock())

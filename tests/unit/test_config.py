@@ -137,6 +137,10 @@ def test_the_callers_mapping_is_not_changed() -> None:
         ({"router": {"stratgy": "x"}}, "kev.router.stratgy: unknown key, did you mean kev.router.strategy?"),
         ({"router": {"timeout_ms": 1}}, "kev.router.timeout_ms: unknown key, did you mean kev.aggregator.timeout_ms?"),
         ({"rooter": {}}, "kev.rooter: unknown key, did you mean kev.router?"),
+        (
+            {"router": {"virtual_nodes": 4096, "channel_pool_size": 4096}},
+            "virtual_nodes: times channel_pool_size (4096)",
+        ),
         ({"deploy": {"qqq": 1}}, "kev.deploy.qqq: unknown key, known here are mode, workers"),
         ({"deploy": {"a b\n": 1}}, "kev.deploy['a b\\n']: unknown key, known here are mode, workers"),
         ({"deploy": {3: 1}}, "kev.deploy: keys must be text, got 3"),
@@ -164,7 +168,7 @@ def test_the_callers_mapping_is_not_changed() -> None:
         ({"core": {"device": "tpu"}}, "kev.core.device: must be one of cpu, cuda or cuda:N, got 'tpu'"),
         ({"core": {"model_path": "\ud800"}}, "model_path: must be text, not empty, got '\\ud800'"),
         ({"core": {"prompt_template": "hi"}}, "prompt_template: must contain {question}, got 'hi'"),
-        ({"core": {"max_context": 256}}, "max_tokens: must be less than max_context (256)"),
+        ({"core": {"max_context": 64}}, "max_tokens: must be less than max_context (64)"),
         ({"core": {"prefill_rows": 32}}, "segment_tokens: must be at most prefill_rows (32)"),
         (["router"], "kev: must be a mapping of sections, got a list of length 1"),
     ],
@@ -218,7 +222,7 @@ def test_a_wrong_variable_is_named(env: dict[str, str], sentence: str) -> None:
         ("kev: {}\nrouter: {}\n", "got 'kev', 'router'"),
         (
             "kev: {core: {max_context: 010}}\n",
-            ": kev.core.max_context: must be an integer from 2 to 16777216, got '010'",
+            ": kev.core.max_context: must be an integer from 16 to 16777216, got '010'",
         ),
         ("kev: {isolation: {shared_prefix: no}}\n", ": kev.isolation.shared_prefix: must be true or false, got 'no'"),
     ],
@@ -253,6 +257,8 @@ def test_a_byte_order_mark_and_yaml_1_1_words_do_no_harm(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
+        ({"core": {"precision": "int8"}}, "int8 is not offered in this version"),
+        ({"deploy": {"mode": "distributed"}}, "distributed is not offered in this version"),
         ({"router": {"channel_pool_size": 4}}, "is smaller than router.max_parallel_queries 8"),
         ({"router": {"channel_pool_size": 17}}, "is more than twice router.max_parallel_queries 8"),
         ({"router": {"breaker_queue_length": 9}}, "is full before the breaker diverts"),
@@ -287,7 +293,6 @@ def test_doubtful_combinations_are_warned_of(sections: object, words: str) -> No
         {"router": {"max_queries_per_request": 60_000}},
         {"aggregator": {"timeout_ms": 1000}},
         {"aggregator": {"timeout_ms": 120_000}},
-        {"core": {"precision": "int8"}},
         {"isolation": {"kv_cache": "unified"}, "core": {"max_context": 2048}},
     ],
 )

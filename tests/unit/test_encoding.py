@@ -94,14 +94,6 @@ def test_any_bytes_are_an_object_or_a_refusal(content: bytes) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(TEXT, st.recursive(SCALAR, st.lists, max_leaves=5), max_size=5))
 def test_a_json_object_is_read_as_it_was_written(value: dict[str, object]) -> None:
-    """A valid body is refused or changed, or a number that is not finite gets through."""
+    """A valid body is refused, or changed before ``submit`` has seen it."""
     content = json.dumps(value).encode()
-    if b"NaN" in content or b"Infinity" in content:
-        try:
-            parsed = parse_object(content)
-        except InvalidRequestError as error:
-            assert all("finite" in violation.message for violation in error.violations)
-        else:  # only inside a text
-            assert parsed == json.loads(content, parse_constant=no_constant)
-    else:
-        assert parse_object(content) == json.loads(content)
+    assert repr(parse_object(content)) == repr(json.loads(content)), "as text, for NaN is not equal to itself"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from http_probe import SETTINGS, Connection, client_of, error_of, events_of, query, until
 
 from common.errors import (
     EngineDeadError,
@@ -19,6 +18,7 @@ from common.types import StreamEvent
 from kev.gateway.app import Gateway, create_app
 from kev.gateway.settings import GatewaySettings
 from kev.gateway.testing import ScriptedBackend, silent
+from tests.unit.http_probe import SETTINGS, Connection, client_of, error_of, events_of, query, until
 
 
 @pytest.fixture

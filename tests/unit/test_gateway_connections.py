@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from http_probe import SETTINGS, Connection, client_of, events_of, query, until
 
 from kev.gateway.app import Gateway, create_app
 from kev.gateway.settings import GatewaySettings
 from kev.gateway.testing import ScriptedBackend, silent
+from tests.unit.http_probe import SETTINGS, Connection, client_of, events_of, query, until
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def test_size_is_counted_in_bytes() -> None:
         ("stop", ["x", [], ["a"] * 16, "s" * 1024, ("a",)], ["", [""], ["a"] * 17, "s" * 1025, 3, [3], {"a": 1}, "\0"]),
         ("stop_token_ids", [[], [0] * 64], [[-1], [0] * 65, [2**31], [1.0], 5, ["a"]]),
         ("ignore_eos", [True, False], [1, 0, "true"]),
-        ("min_tokens", [0, 256], [-1, 4097, True]),
+        ("min_tokens", [0, 64], [-1, 4097, True]),
         ("logprobs", [0, 20], [-1, 21, True]),
         ("repetition_penalty", [0.1, 10], [0, -1, 10.1, math.nan]),
         ("presence_penalty", [-2, 2], [-2.1, 2.1, math.inf]),

@@ -75,12 +75,12 @@ def test_position_bytes_count_kv_heads_and_the_real_head_size() -> None:
     """Gemma-3-270M in bf16: 18 layers, 1 KV head of 256: 18,432 bytes, not 46,080 and not 11,520."""
     geometry = KVGeometry(num_layers=18, num_kv_heads=1, key_head_size=256, value_head_size=256, element_bytes=2)
     assert geometry.position_bytes == 18_432
-    assert geometry.num_positions(0, 8, 4096) == 8 * 4096
-    assert geometry.num_positions(18_432 * 100 + 5, 8, 4096) == 100
+    assert geometry.num_positions(0, 8, 4096, 1) == 8 * 4096
+    assert geometry.num_positions(18_432 * 100 + 5, 8, 4096, 1) == 100
 
 
 def test_extents_start_on_cache_lines() -> None:
     """One bf16 head of 8 takes 16 bytes a position: four positions fill a cache line."""
     geometry = KVGeometry(num_layers=2, num_kv_heads=1, key_head_size=8, value_head_size=16, element_bytes=2)
     assert geometry.alignment_positions == 4
-    assert geometry.num_positions(0, 2, 9) == 24
+    assert geometry.num_positions(0, 2, 9, 4) == 24
