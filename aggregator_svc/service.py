@@ -31,7 +31,7 @@ from common.errors import (
     KevError,
     RequestNotFoundError,
 )
-from common.ports import Clock, ResultStream, WorkStreams
+from common.ports import Clock, RequestSource, ResultStream, WorkStreams
 from common.types import (
     ChannelDelta,
     ChannelEvent,
@@ -47,6 +47,7 @@ from common.wording import is_a, shown
 
 _READ_MAX_EVENTS = 256
 _READ_WAIT_S = 5.0
+_SOURCE_INTERVAL_S = 0.5
 _LONGEST_WAIT_S = 1e9
 """Every question has its outcome long before; larger integers do not fit into a float."""
 
@@ -70,7 +71,15 @@ class AggregatorCounters:
 class AggregatorService:
     """``RequestRegistry`` for the router, and what the surfaces call."""
 
-    def __init__(self, *, results: ResultStream, work: WorkStreams, clock: Clock, settings: AggregatorSettings) -> None:
+    def __init__(
+        self,
+        *,
+        results: ResultStream,
+        work: WorkStreams,
+        clock: Clock,
+        settings: AggregatorSettings,
+        source: RequestSource | None = None,
+    ) -> None:
         """Compose the service; nothing runs before ``run``.
 
         Args:
@@ -78,7 +87,12 @@ class AggregatorService:
             work: where work of withdrawn questions is cancelled.
             clock: measures deadlines and stamps placeholders.
             settings: bounds of the store.
+            source: where requests are found that were registered elsewhere, before a restart too; None when all come
+                by ``register``.
         """
+        self._source = source
+        self._adopting = asyncio.Lock()
+        self._completed: deque[str] = deque()
         self._results = results
         self._work = work
         self._clock = clock
@@ -157,13 +171,24 @@ class AggregatorService:
 
     # ---- the caller's side
 
+    async def load(self, request_id: str) -> None:
+        """Have the request at hand, taking it over from where it was registered; before ``stream`` in that case.
+
+        Raises:
+            RequestNotFoundError: unknown, or its results have expired.
+        """
+        self._look_at_clock()
+        if self._source is not None and is_a(request_id, str) and self._store.find(request_id) is None:
+            await self._adopt(self._source, request_id)
+        self._get(request_id)
+
     async def poll(self, request_id: str) -> RequestView:
         """The request as it stands.
 
         Raises:
             RequestNotFoundError: unknown, or its results have expired.
         """
-        self._look_at_clock()
+        await self.load(request_id)
         return self._get(request_id).collector.view()
 
     async def wait(self, request_id: str, timeout_s: float | None) -> RequestView:
@@ -180,7 +205,7 @@ class AggregatorService:
         """
         if timeout_s is not None and not (_is_number(timeout_s) and timeout_s >= 0):
             raise InvalidRequestError.of("timeout", f"{shown(timeout_s)} is not a number of seconds from 0 on, or null")
-        self._look_at_clock()
+        await self.load(request_id)
         stored = self._get(request_id)
         collector = stored.collector
         try:
@@ -217,7 +242,7 @@ class AggregatorService:
         Raises:
             RequestNotFoundError: unknown, or its results have expired.
         """
-        self._look_at_clock()
+        await self.load(request_id)
         num_withdrawn = self._cancel_open(self._get(request_id))
         await self._withdraw_work()
         return num_withdrawn
@@ -225,22 +250,27 @@ class AggregatorService:
     # ---- the loops
 
     async def run(self) -> None:
-        """Consume events and keep deadlines until cancelled; then every open question ends as cancelled."""
+        """Consume events and keep deadlines until cancelled.
+
+        Then every open question ends as cancelled, unless another aggregator can take the requests over.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._consume(), name="aggregator-consume")
                 group.create_task(self._keep_deadlines(), name="aggregator-deadlines")
+                if self._source is not None:
+                    group.create_task(self._keep_source(self._source), name="aggregator-source")
         finally:
             self.begin_drain()
-            error = DrainingError("Kev shut down before this question had an outcome; submit it again").info
-            now = self._now()
-            for stored in self._store.running():
-                self._settle(stored, stored.collector.cancel(now, error), now)
+            if self._source is None:
+                self._end_open()
 
     async def _consume(self) -> None:
         while True:
             events = await self._results.read(_READ_MAX_EVENTS, _READ_WAIT_S)
             for event in events:
+                if self._source is not None and self._store.find(event.request_id) is None:
+                    await self._adopt_quietly(self._source, event.request_id)
                 self._apply(event)
             # A backlog must not keep the loop from everybody else.
             await asyncio.sleep(0)
@@ -254,7 +284,52 @@ class AggregatorService:
             next_due_s = self._store.next_due_s()
             await self._timetable_changed.wait(None if next_due_s is None else max(0.0, next_due_s - now.monotonic_s))
 
+    async def _keep_source(self, source: RequestSource) -> None:
+        """Report finished requests, and take over those whose time is over without a sign of life."""
+        while True:
+            while self._completed:
+                try:
+                    await source.complete(self._completed[0])
+                except KevError:
+                    _log.exception("could not report a finished request; trying again")
+                    break
+                self._completed.popleft()
+            try:
+                for request_id in await source.overdue():
+                    if self._store.find(request_id) is None:
+                        await self._adopt_quietly(source, request_id)
+            except KevError:
+                _log.exception("could not look for overdue requests; trying again")
+            await asyncio.sleep(_SOURCE_INTERVAL_S)
+
     # ---- inside
+
+    def _end_open(self) -> None:
+        """Nobody else could give the open questions an outcome: they end as cancelled."""
+        error = DrainingError("Kev shut down before this question had an outcome; submit it again").info
+        now = self._now()
+        for stored in self._store.running():
+            self._settle(stored, stored.collector.cancel(now, error), now)
+
+    async def _adopt(self, source: RequestSource, request_id: str) -> None:
+        """Take a request over with all that has happened to it; does nothing if there is no such request."""
+        async with self._adopting:
+            found = await source.find(request_id)
+            if found is None or self._store.find(request_id) is not None:
+                return
+            past = await source.history(request_id)
+            now, age_s = self._now(), found.age_ms / 1000
+            accepted = Moment(monotonic_s=now.monotonic_s - age_s, unix_s=now.unix_s - age_s)
+            self._store.add(StoredRequest(Collector(found.record, accepted)), now.monotonic_s)
+            for event in past:
+                self._apply(event)
+            self._timetable_changed.wake_all()
+
+    async def _adopt_quietly(self, source: RequestSource, request_id: str) -> None:
+        try:
+            await self._adopt(source, request_id)
+        except KevError:
+            _log.exception("could not take over a request; its next event or its deadline tries again")
 
     def _now(self) -> Moment:
         return Moment(monotonic_s=self._clock.monotonic(), unix_s=self._clock.time())
@@ -316,6 +391,8 @@ class AggregatorService:
                     _log.exception("a listener failed on question %d", outcome.question_index)
         if stored.collector.done and not stored.finished.is_set():
             self._store.finish(stored, now.monotonic_s)
+            if self._source is not None:
+                self._completed.append(stored.request_id)
             stored.finished.set()
         stored.progressed.wake_all()
 

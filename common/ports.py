@@ -156,3 +156,44 @@ class RequestRegistry(Protocol):
     async def withdraw(self, request_id: str) -> None:
         """Cancel a request whose submission did not complete."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredRequest:
+    """A request as a registry knows it."""
+
+    record: RequestRecord
+    age_ms: int
+    """Since its registration, by the registry's clock."""
+
+
+class RequestSource(Protocol):
+    """Registry to aggregator: what an aggregator needs to take over requests that it did not see arrive."""
+
+    async def find(self, request_id: str) -> RegisteredRequest | None:
+        """The request; None: never registered, withdrawn or expired."""
+        ...
+
+    async def history(self, request_id: str) -> list[ChannelEvent]:
+        """All events of the request so far, in order."""
+        ...
+
+    async def overdue(self) -> list[str]:
+        """Ids of the requests of which a question has run out of time without an outcome."""
+        ...
+
+    async def complete(self, request_id: str) -> None:
+        """Every question has its outcome: the request may be forgotten after its retention. May be repeated."""
+        ...
+
+
+class OutcomeBoard(Protocol):
+    """What a router asks about the questions it has published, where outcomes do not come to it by themselves."""
+
+    async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Which of these (request_id, question_index) have their outcome."""
+        ...
+
+    async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Which of these have neither an outcome nor an item any more; their publisher publishes them again."""
+        ...

@@ -24,13 +24,14 @@ from common.errors import (
     RequestNotFoundError,
 )
 from common.memory import MemoryTransport
-from common.ports import Clock, Lease
+from common.ports import Clock, Lease, RegisteredRequest
 from common.types import (
     ChannelEvent,
     ChannelResult,
     IsolationLevel,
     Prompt,
     QuestionRecord,
+    RequestRecord,
     RequestState,
     SamplingParams,
     StreamEvent,
@@ -568,3 +569,68 @@ async def test_a_backlog_does_not_block_the_event_loop(world: World) -> None:
     await world.report(*(outcome(request_id="gone") for _ in range(2_000)))
     await asyncio.wait_for(ticking, 5)
     assert len({count for count in ticks if 0 < count < 2_000}) > 3
+
+
+class Elsewhere:
+    """A source of requests that were registered at another process."""
+
+    def __init__(self, record: RequestRecord, events: list[ChannelEvent], age_ms: int = 0) -> None:
+        self.found = RegisteredRequest(record=record, age_ms=age_ms)
+        self.events = events
+        self.completed: list[str] = []
+        self.num_finds = 0
+
+    async def find(self, request_id: str) -> RegisteredRequest | None:
+        self.num_finds += 1
+        return self.found if request_id == self.found.record.request_id else None
+
+    async def history(self, request_id: str) -> list[ChannelEvent]:
+        return self.events
+
+    async def overdue(self) -> list[str]:
+        return []
+
+    async def complete(self, request_id: str) -> None:
+        self.completed.append(request_id)
+
+
+async def test_a_request_registered_elsewhere_is_taken_over_with_its_past() -> None:
+    """A restarted aggregator that had lost what it knew would answer 'unknown' or start the deadlines anew."""
+    clock = ManualClock()
+    transport = MemoryTransport(num_channels=2, clock=clock)
+    record = request([question(0, timeout_ms=1_000), question(1, timeout_ms=1_000)])
+    done = outcome("ready")
+    source = Elsewhere(record, [done], age_ms=600)
+    service = AggregatorService(
+        results=transport, work=transport, clock=clock, settings=AggregatorSettings(), source=source
+    )
+    with pytest.raises(RequestNotFoundError):
+        await service.poll("somebody-else")
+    view = await service.poll(record.request_id)
+    assert [result.text for result in view.results] == ["ready"] and not view.done
+    clock.advance(0.5)
+    view = await service.poll(record.request_id)
+    assert view.done, "600 ms had passed elsewhere, 500 here: the second question's 1,000 ms are over"
+    assert source.num_finds == 2, "a request at hand is not looked up again"
+    task = asyncio.create_task(service.run())
+    while not source.completed:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert source.completed == [record.request_id]
+
+
+async def test_a_drain_leaves_requests_of_a_source_to_the_next_aggregator() -> None:
+    """Ending them as cancelled would lose questions that a node is still answering."""
+    clock = ManualClock()
+    transport = MemoryTransport(num_channels=2, clock=clock)
+    record = request([question(0, timeout_ms=1_000)])
+    service = AggregatorService(
+        results=transport, work=transport, clock=clock, settings=AggregatorSettings(), source=Elsewhere(record, [])
+    )
+    await service.load(record.request_id)
+    task = asyncio.create_task(service.run())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait({task})
+    assert not (await service.poll(record.request_id)).done
