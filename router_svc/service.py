@@ -24,7 +24,7 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 from common.errors import DrainingError, InvalidRequestError, KevError, QueueFullError
-from common.ports import Clock, RequestRegistry, WorkStreams
+from common.ports import Clock, OutcomeBoard, RequestRegistry, WorkStreams
 from common.types import ChannelResult, ChannelSnapshot, OverflowPolicy, RequestSpec, RouterStats
 from router_svc.channels import ChannelPool, Placement
 from router_svc.embedding import Projection
@@ -36,6 +36,8 @@ from router_svc.tokens import Prepared, PromptTokenizer, prepare
 _INLINE_CHARS = 4096
 """Texts up to this long are prepared on the event loop (well under a millisecond); longer ones on a thread."""
 _MAX_BUCKETS_SHOWN = 64
+_WATCH_INTERVAL_S = 0.05
+_SEARCH_INTERVAL_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class RouterService:
         clock: Clock,
         settings: RouterSettings,
         projection: Projection | None = None,
+        board: OutcomeBoard | None = None,
     ) -> None:
         """Create the channel pool and the strategies.
 
@@ -62,6 +65,7 @@ class RouterService:
             clock: for time budgets.
             settings: sizes and policies.
             projection: the model's table for ``semantic_hash``; None takes a lexical one.
+            board: asked for outcomes and lost questions; None when ``on_outcome`` is called for every outcome.
 
         Raises:
             ConfigError: sizes that do not go together.
@@ -71,6 +75,7 @@ class RouterService:
         self._registry = registry
         self._clock = clock
         self._settings = settings
+        self._board = board
         self._strategies = build_strategies(settings, tokenizer.encode_plain, projection)
         overflow_queue_sizes = {OverflowPolicy.WAIT: None, OverflowPolicy.QUEUE: settings.overflow_queue_size}
         self._pool: ChannelPool[PendingQuestion] = ChannelPool(
@@ -128,10 +133,7 @@ class RouterService:
 
     def on_outcome(self, result: ChannelResult) -> None:
         """Free the channel of a question that has its outcome; a second call for a question does nothing."""
-        question = self._open.get(result.key)
-        if question is not None:
-            self._drop(question, finished=question.submission.is_settled(question))
-            self._move_waiting()
+        self._end(result.key)
 
     def channels(self) -> list[ChannelSnapshot]:
         """Occupancy of every channel, by id."""
@@ -166,8 +168,10 @@ class RouterService:
         Ends only by cancellation (the end of the drain); submit calls that still wait then raise ``DrainingError``.
         """
         try:
-            while True:
-                await self._publish_waiting()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._keep_publishing(), name="router-publish")
+                if self._board is not None:
+                    group.create_task(self._watch(self._board), name="router-watch")
         finally:
             self._draining = True
             for submission in {question.submission for question in self._open.values()}:
@@ -296,6 +300,36 @@ class RouterService:
             return
         question.submission.settle(question)
 
+    async def _keep_publishing(self) -> None:
+        while True:
+            await self._publish_waiting()
+
+    async def _watch(self, board: OutcomeBoard) -> None:
+        """Free the channels of questions that have their outcome elsewhere; publish again what was lost."""
+        next_search_s = 0.0
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            published = [question.key for question in self._open.values() if question.claimed]
+            if not published:
+                continue
+            try:
+                for key in await board.settled(published):
+                    self._end(key)
+                if self._clock.monotonic() >= next_search_s:
+                    next_search_s = self._clock.monotonic() + _SEARCH_INTERVAL_S
+                    self._publish_again(await board.lost([key for key in published if key in self._open]))
+            except KevError:
+                _log.exception("could not look for outcomes; trying again")
+
+    def _publish_again(self, lost: list[tuple[str, int]]) -> None:
+        for key in lost:
+            question = self._open.get(key)
+            if question is not None:
+                _log.warning("question %d of request %s was lost on its way; published again", key[1], key[0])
+                question.claimed = False
+                self._to_publish.append(question)
+                self._wake_up.set()
+
     async def _publish_waiting(self) -> None:
         """One turn of ``run``: wait for something to do, then do all of it."""
         again = bool(self._refused or self._to_withdraw)
@@ -324,6 +358,13 @@ class RouterService:
             self._wake_up.set()
 
     # ---- the end of a question or request
+
+    def _end(self, key: tuple[str, int]) -> None:
+        """A question has its outcome; a second call for it does nothing."""
+        question = self._open.get(key)
+        if question is not None:
+            self._drop(question, finished=question.submission.is_settled(question))
+            self._move_waiting()
 
     def _drop(self, question: PendingQuestion, *, finished: bool = False) -> None:
         """Take a question out of the router, once; ``finished`` if it was published and has its outcome."""

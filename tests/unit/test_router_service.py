@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from common.errors import (
     PromptTooLongError,
     QueueFullError,
     RequestConflictError,
+    StoreUnavailableError,
 )
 from common.tokenization import TooManyTokens
 from common.types import (
@@ -126,10 +127,29 @@ class Work:
         return [item.key for item in self.items]
 
 
+class Board:
+    """Tells what has become of questions elsewhere; fails once if told to."""
+
+    def __init__(self) -> None:
+        self.done: set[Key] = set()
+        self.gone: set[Key] = set()
+        self.errors: list[KevError] = []
+
+    async def settled(self, questions: Sequence[Key]) -> list[Key]:
+        if self.errors:
+            raise self.errors.pop()
+        return [key for key in questions if key in self.done]
+
+    async def lost(self, questions: Sequence[Key]) -> list[Key]:
+        found = [key for key in questions if key in self.gone]
+        self.gone -= set(found)
+        return found
+
+
 class House:
     """A router with fakes around it."""
 
-    def __init__(self, **changes: object) -> None:
+    def __init__(self, board: Board | None = None, **changes: object) -> None:
         base = RouterSettings(channel_pool_size=2, channel_queue_size=1, max_context=200)
         self.log: list[str] = []
         self.clock, self.tokenizer = ManualClock(), LetterTokenizer()
@@ -140,6 +160,7 @@ class House:
             registry=self.registry,
             clock=self.clock,
             settings=replace(base, **changes),  # type: ignore[arg-type]
+            board=board,
         )
         self.registry.on_withdraw = self._cancel
 
@@ -682,3 +703,40 @@ def apply(house: House, tasks: dict[str, asyncio.Task[str]], event: str, choice:
             house.end(list(tasks)[choice % len(tasks)], choice % 3, FinishReason.TIMEOUT_QUEUED)
         case "refuse":
             house.work.errors.append(QueueFullError("full", 1.0))
+
+
+# ---- outcomes elsewhere
+
+
+async def _until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
+async def test_outcomes_elsewhere_free_the_channels() -> None:
+    """A router in a process of its own would fill up and take no more questions."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        waiting = asyncio.create_task(house.router.submit(spec_of("r", 3)))
+        await _until(lambda: len(house.work.items) == 2)
+        board.errors.append(StoreUnavailableError("away for a moment"))
+        board.done.add(("r", 0))
+        await asyncio.wait_for(waiting, 10)
+        assert house.work.keys == [("r", 0), ("r", 1), ("r", 2)]
+        board.done |= {("r", 1), ("r", 2)}
+        await _until(lambda: house.loads == [0, 0])
+
+
+async def test_a_lost_question_is_published_again() -> None:
+    """A flushed or trimmed stream would leave a waiting client with a timeout."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        await house.router.submit(spec_of("r", 2))
+        board.gone.add(("r", 1))
+        await _until(lambda: len(house.work.items) == 3)
+        assert house.work.keys == [("r", 0), ("r", 1), ("r", 1)]
+        assert house.work.items[2].channel_id == house.work.items[1].channel_id
+        assert sum(house.loads) == 2
