@@ -27,7 +27,7 @@ wrong or probably not meant, `kev config show` prints what holds. Each key can b
 one. YAML is read by its 1.2 rules: `off` and `yes` are text, `true` and `false` are booleans.
 
 A file with every key: [deploy/examples/kev.yaml](../deploy/examples/kev.yaml). This page is generated from
-`common/config.py` by `python -m common.config_docs`.
+`common/config_sections.py` by `python -m common.config_docs`.
 """
 
 

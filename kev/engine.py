@@ -96,42 +96,14 @@ def load_parts(config: Config, clock: Clock, progress: Callable[[str], None] = _
         ModelError: the model cannot be found, read or isolated.
         IsolationUnavailableError: the configured level cannot be kept here.
     """
-    from inference_svc.attention import Backend
-    from inference_svc.model_loader import LoadSettings, load_model
-    from inference_svc.node import Node, NodeSettings
-    from inference_svc.projection import projection_table
+    from inference_svc.loading import open_node
     from kev.models import resolve_model
 
-    core, router, isolation = config.core, config.router, config.isolation
-    resolved = resolve_model(core.model_path, core.cache_dir or None, progress)
+    resolved = resolve_model(config.core.model_path, config.core.cache_dir or None, progress)
     if resolved.license:
         progress(resolved.license)
-    tokenizer = Tokenizer.from_dir(
-        resolved.path, prompt_template=core.prompt_template, knowledge_prefix=isolation.knowledge_prefix
-    )
-    model = load_model(
-        resolved.path,
-        LoadSettings(
-            precision=core.precision,
-            max_context=core.max_context,
-            backend=Backend.REFERENCE if core.backend == "reference" else Backend.CPU,
-            device=core.device,
-            num_threads=core.num_threads,
-        ),
-    )
-    settings = NodeSettings(
-        node_id=_NODE_ID,
-        max_slots=router.max_parallel_queries,
-        prefill_rows=core.prefill_rows,
-        segment_tokens=core.segment_tokens,
-        kv_cache_bytes=core.kv_cache_bytes,
-        kv_cache=isolation.kv_cache,
-        level=isolation.level,
-        forward_log=config.debug.forward_log,
-        eos_ids=tokenizer.eos_ids,
-    )
-    projection = projection_table(model, router.semantic_planes, router.hash_key)
-    return EngineParts(tokenizer, Node(model, settings, clock), projection, model.max_context)
+    opened = open_node(resolved.path, config, _NODE_ID, clock)
+    return EngineParts(opened.tokenizer, opened.node, opened.projection, opened.node.model.max_context)
 
 
 class _Tiers:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from common.config import Config, CoreConfig, DeployMode, Precision, RouterConfig, load_config
+from common.config import Config, load_config
 from common.config_docs import EXAMPLE_PATH, PAGE_PATH, render_default_yaml, render_page
+from common.config_sections import CoreConfig, DeployMode, Precision, RouterConfig
 from common.config_source import dump_yaml
 from common.errors import ConfigError
 from common.types import AggregateMode, IsolationLevel, KVCacheMode, NormalizeLevel, OverflowPolicy, Strategy
