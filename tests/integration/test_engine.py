@@ -513,8 +513,9 @@ async def test_a_timeout_fires_in_mid_forward(engine: AsyncEngine, runner: Guide
 # ---- order, text
 
 
-async def test_results_come_in_the_order_of_the_mode(engine: AsyncEngine) -> None:
+async def test_results_come_in_the_order_of_the_mode(engine: AsyncEngine, runner: GuidedRunner) -> None:
     """Results are handed out in another order than was asked for."""
+    runner.step_s = 0.005  # all four questions must be there before the long answer can be over
     queries = [
         Question("a rather long answer", priority=1),
         Question("short", priority=5),
