@@ -1,4 +1,4 @@
-"""What a node says about itself, as protobuf.
+"""What a node and a router say about themselves, as protobuf.
 
 Invariants and semantics: see the package.
 
@@ -8,7 +8,7 @@ Not here: what a node says about a question (``common.codec.results``).
 from __future__ import annotations
 
 from common.codec.wire import LEVEL, VERDICT
-from common.types import IsolationReport, NodeStats
+from common.types import ChannelSnapshot, IsolationReport, NodeStats, RouterStats
 from kev.v1 import types_pb2 as pb
 
 
@@ -88,4 +88,50 @@ def decode_isolation_report(message: pb.IsolationReport, path: str = "report") -
         position_independent=message.position_independent,
         fingerprint=message.fingerprint,
         reason=message.reason,
+    )
+
+
+def encode_channel_snapshot(value: ChannelSnapshot) -> pb.ChannelSnapshot:
+    """The wire form of a channel's occupancy."""
+    return pb.ChannelSnapshot(
+        channel_id=value.channel_id,
+        num_queued=value.num_queued,
+        num_total=value.num_total,
+        num_diverted=value.num_diverted,
+        breaker_open=value.breaker_open,
+    )
+
+
+def decode_channel_snapshot(message: pb.ChannelSnapshot) -> ChannelSnapshot:
+    """A channel's occupancy."""
+    return ChannelSnapshot(
+        channel_id=message.channel_id,
+        num_queued=message.num_queued,
+        num_total=message.num_total,
+        num_diverted=message.num_diverted,
+        breaker_open=message.breaker_open,
+    )
+
+
+def encode_router_stats(value: RouterStats) -> pb.RouterStats:
+    """The wire form of a router's counters."""
+    return pb.RouterStats(
+        num_requests=value.num_requests,
+        num_questions=value.num_questions,
+        num_rejected=value.num_rejected,
+        num_overflow=value.num_overflow,
+        num_removed_chars=value.num_removed_chars,
+        buckets=[pb.BucketCount(hash_bucket=bucket, num_questions=num) for bucket, num in value.bucket_counts],
+    )
+
+
+def decode_router_stats(message: pb.RouterStats) -> RouterStats:
+    """A router's counters."""
+    return RouterStats(
+        num_requests=message.num_requests,
+        num_questions=message.num_questions,
+        num_rejected=message.num_rejected,
+        num_overflow=message.num_overflow,
+        num_removed_chars=message.num_removed_chars,
+        bucket_counts=tuple((entry.hash_bucket, entry.num_questions) for entry in message.buckets),
     )

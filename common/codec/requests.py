@@ -85,7 +85,7 @@ def _truncate(name: str) -> Truncate:
 
 
 def encode_question(value: Question) -> pb.Question:
-    """The wire form of a question whose fields have their declared types; no stops and ``None`` are the same.
+    """The wire form of a question whose fields have their declared types; a single stop is a list of one.
 
     Raises:
         InvalidRequestError: ``truncate`` is no such name.
@@ -109,6 +109,9 @@ def encode_question(value: Question) -> pb.Question:
         priority=value.priority,
         category=value.category,
         truncate=None if value.truncate is None else TRUNCATE.encode(_truncate(value.truncate)),
+        no_stop=value.stop is not None and not value.stop,
+        no_stop_token_ids=value.stop_token_ids is not None and not value.stop_token_ids,
+        no_category=value.category == "",
     )
     if value.ignore_eos is not None:
         message.ignore_eos = value.ignore_eos
@@ -129,8 +132,8 @@ def decode_question(message: pb.Question, path: str = "question") -> Question:
         top_k=optional(message, "top_k"),
         min_p=optional(message, "min_p"),
         seed=optional(message, "seed"),
-        stop=tuple(message.stop) or None,
-        stop_token_ids=tuple(message.stop_token_ids) or None,
+        stop=tuple(message.stop) or (() if message.no_stop else None),
+        stop_token_ids=tuple(message.stop_token_ids) or (() if message.no_stop_token_ids else None),
         ignore_eos=optional(message, "ignore_eos"),
         min_tokens=optional(message, "min_tokens"),
         logprobs=optional(message, "logprobs"),
@@ -139,7 +142,7 @@ def decode_question(message: pb.Question, path: str = "question") -> Question:
         frequency_penalty=optional(message, "frequency_penalty"),
         timeout_ms=to_whole_ms(message.timeout_duration) if message.HasField("timeout_duration") else None,
         priority=optional(message, "priority"),
-        category=message.category or None,
+        category=message.category or ("" if message.no_category else None),
         truncate=TRUNCATE.decode(message.truncate, f"{path}.truncate") if message.truncate else None,
     )
 

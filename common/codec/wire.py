@@ -39,11 +39,16 @@ class EnumCodec(Generic[E]):
 
     def __init__(self, values: type[E], prefix: str, wire: EnumTypeWrapper) -> None:
         self._names = {member: f"{prefix}_{member.name}" for member in values}
-        self._members = {wire.Value(name): member for member, name in self._names.items()}
+        self._numbers = {member: wire.Value(name) for member, name in self._names.items()}
+        self._members = {number: member for member, number in self._numbers.items()}
 
     def encode(self, member: E) -> str:
         """The wire name, which every message constructor takes for the number."""
         return self._names[member]
+
+    def number(self, member: E) -> int:
+        """The wire number."""
+        return self._numbers[member]
 
     def decode(self, number: int, path: str) -> E:
         """The member.

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kev.v1 import types_pb2 as kev_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkev/v1/aggregator_service.proto\x12\x06kev.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x12kev/v1/types.proto\"&\n\x10GetResultRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"6\n\x11GetResultResponse\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.kev.v1.RequestView\"Y\n\x11WaitResultRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\rwait_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"7\n\x12WaitResultResponse\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.kev.v1.RequestView\"D\n\x14StreamResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10\x66rom_event_index\x18\x02 \x01(\x05\";\n\x15StreamResultsResponse\x12\"\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x13.kev.v1.StreamEvent\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\".\n\x15\x43\x61ncelRequestResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\x05\x32\xb8\x02\n\x11\x41ggregatorService\x12@\n\tGetResult\x12\x18.kev.v1.GetResultRequest\x1a\x19.kev.v1.GetResultResponse\x12\x43\n\nWaitResult\x12\x19.kev.v1.WaitResultRequest\x1a\x1a.kev.v1.WaitResultResponse\x12N\n\rStreamResults\x12\x1c.kev.v1.StreamResultsRequest\x1a\x1d.kev.v1.StreamResultsResponse0\x01\x12L\n\rCancelRequest\x12\x1c.kev.v1.CancelRequestRequest\x1a\x1d.kev.v1.CancelRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fkev/v1/aggregator_service.proto\x12\x06kev.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x12kev/v1/types.proto\"=\n\x10GetResultRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rresult_offset\x18\x02 \x01(\x05\"n\n\x11GetResultResponse\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.kev.v1.RequestView\x12\x1f\n\x12next_result_offset\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x15\n\x13_next_result_offset\"Y\n\x11WaitResultRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x30\n\rwait_duration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"o\n\x12WaitResultResponse\x12!\n\x04view\x18\x01 \x01(\x0b\x32\x13.kev.v1.RequestView\x12\x1f\n\x12next_result_offset\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x15\n\x13_next_result_offset\"D\n\x14StreamResultsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10\x66rom_event_index\x18\x02 \x01(\x05\";\n\x15StreamResultsResponse\x12\"\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x13.kev.v1.StreamEvent\"*\n\x14\x43\x61ncelRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\".\n\x15\x43\x61ncelRequestResponse\x12\x15\n\rnum_cancelled\x18\x01 \x01(\x05\x32\xb8\x02\n\x11\x41ggregatorService\x12@\n\tGetResult\x12\x18.kev.v1.GetResultRequest\x1a\x19.kev.v1.GetResultResponse\x12\x43\n\nWaitResult\x12\x19.kev.v1.WaitResultRequest\x1a\x1a.kev.v1.WaitResultResponse\x12N\n\rStreamResults\x12\x1c.kev.v1.StreamResultsRequest\x1a\x1d.kev.v1.StreamResultsResponse0\x01\x12L\n\rCancelRequest\x12\x1c.kev.v1.CancelRequestRequest\x1a\x1d.kev.v1.CancelRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,21 +34,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kev.v1.aggregator_service_p
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETRESULTREQUEST']._serialized_start=95
-  _globals['_GETRESULTREQUEST']._serialized_end=133
-  _globals['_GETRESULTRESPONSE']._serialized_start=135
-  _globals['_GETRESULTRESPONSE']._serialized_end=189
-  _globals['_WAITRESULTREQUEST']._serialized_start=191
-  _globals['_WAITRESULTREQUEST']._serialized_end=280
-  _globals['_WAITRESULTRESPONSE']._serialized_start=282
-  _globals['_WAITRESULTRESPONSE']._serialized_end=337
-  _globals['_STREAMRESULTSREQUEST']._serialized_start=339
-  _globals['_STREAMRESULTSREQUEST']._serialized_end=407
-  _globals['_STREAMRESULTSRESPONSE']._serialized_start=409
-  _globals['_STREAMRESULTSRESPONSE']._serialized_end=468
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=470
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=512
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=514
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=560
-  _globals['_AGGREGATORSERVICE']._serialized_start=563
-  _globals['_AGGREGATORSERVICE']._serialized_end=875
+  _globals['_GETRESULTREQUEST']._serialized_end=156
+  _globals['_GETRESULTRESPONSE']._serialized_start=158
+  _globals['_GETRESULTRESPONSE']._serialized_end=268
+  _globals['_WAITRESULTREQUEST']._serialized_start=270
+  _globals['_WAITRESULTREQUEST']._serialized_end=359
+  _globals['_WAITRESULTRESPONSE']._serialized_start=361
+  _globals['_WAITRESULTRESPONSE']._serialized_end=472
+  _globals['_STREAMRESULTSREQUEST']._serialized_start=474
+  _globals['_STREAMRESULTSREQUEST']._serialized_end=542
+  _globals['_STREAMRESULTSRESPONSE']._serialized_start=544
+  _globals['_STREAMRESULTSRESPONSE']._serialized_end=603
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=605
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=647
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=649
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=695
+  _globals['_AGGREGATORSERVICE']._serialized_start=698
+  _globals['_AGGREGATORSERVICE']._serialized_end=1010
 # @@protoc_insertion_point(module_scope)

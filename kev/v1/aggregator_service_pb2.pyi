@@ -10,16 +10,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GetResultRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "result_offset")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESULT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    result_offset: int
+    def __init__(self, request_id: _Optional[str] = ..., result_offset: _Optional[int] = ...) -> None: ...
 
 class GetResultResponse(_message.Message):
-    __slots__ = ("view",)
+    __slots__ = ("view", "next_result_offset")
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    NEXT_RESULT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.RequestView
-    def __init__(self, view: _Optional[_Union[_types_pb2.RequestView, _Mapping]] = ...) -> None: ...
+    next_result_offset: int
+    def __init__(self, view: _Optional[_Union[_types_pb2.RequestView, _Mapping]] = ..., next_result_offset: _Optional[int] = ...) -> None: ...
 
 class WaitResultRequest(_message.Message):
     __slots__ = ("request_id", "wait_duration")
@@ -30,10 +34,12 @@ class WaitResultRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., wait_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WaitResultResponse(_message.Message):
-    __slots__ = ("view",)
+    __slots__ = ("view", "next_result_offset")
     VIEW_FIELD_NUMBER: _ClassVar[int]
+    NEXT_RESULT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     view: _types_pb2.RequestView
-    def __init__(self, view: _Optional[_Union[_types_pb2.RequestView, _Mapping]] = ...) -> None: ...
+    next_result_offset: int
+    def __init__(self, view: _Optional[_Union[_types_pb2.RequestView, _Mapping]] = ..., next_result_offset: _Optional[int] = ...) -> None: ...
 
 class StreamResultsRequest(_message.Message):
     __slots__ = ("request_id", "from_event_index")

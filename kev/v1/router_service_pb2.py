@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kev.v1 import types_pb2 as kev_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkev/v1/router_service.proto\x12\x06kev.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x12kev/v1/types.proto\"\xe0\x02\n\x05Query\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\tquestions\x18\x02 \x03(\x0b\x32\x10.kev.v1.Question\x12)\n\tisolation\x18\x03 \x01(\x0e\x32\x16.kev.v1.IsolationLevel\x12\"\n\x08strategy\x18\x04 \x01(\x0e\x32\x10.kev.v1.Strategy\x12#\n\x04mode\x18\x05 \x01(\x0e\x32\x15.kev.v1.AggregateMode\x12\x19\n\x0cmax_parallel\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rsystem_prompt\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x33\n\x10timeout_duration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x10.kev.v1.QuestionB\x0f\n\r_max_parallel\"2\n\x12SubmitQueryRequest\x12\x1c\n\x05query\x18\x01 \x01(\x0b\x32\r.kev.v1.Query\")\n\x13SubmitQueryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"/\n\x0f\x41skQueryRequest\x12\x1c\n\x05query\x18\x01 \x01(\x0b\x32\r.kev.v1.Query\"6\n\x10\x41skQueryResponse\x12\"\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x13.kev.v1.StreamEvent2\x98\x01\n\rRouterService\x12\x46\n\x0bSubmitQuery\x12\x1a.kev.v1.SubmitQueryRequest\x1a\x1b.kev.v1.SubmitQueryResponse\x12?\n\x08\x41skQuery\x12\x17.kev.v1.AskQueryRequest\x1a\x18.kev.v1.AskQueryResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkev/v1/router_service.proto\x12\x06kev.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x12kev/v1/types.proto\"\xe0\x02\n\x05Query\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12#\n\tquestions\x18\x02 \x03(\x0b\x32\x10.kev.v1.Question\x12)\n\tisolation\x18\x03 \x01(\x0e\x32\x16.kev.v1.IsolationLevel\x12\"\n\x08strategy\x18\x04 \x01(\x0e\x32\x10.kev.v1.Strategy\x12#\n\x04mode\x18\x05 \x01(\x0e\x32\x15.kev.v1.AggregateMode\x12\x19\n\x0cmax_parallel\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rsystem_prompt\x18\x07 \x01(\t\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12\x33\n\x10timeout_duration\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\"\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x10.kev.v1.QuestionB\x0f\n\r_max_parallel\"2\n\x12SubmitQueryRequest\x12\x1c\n\x05query\x18\x01 \x01(\x0b\x32\r.kev.v1.Query\")\n\x13SubmitQueryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"/\n\x0f\x41skQueryRequest\x12\x1c\n\x05query\x18\x01 \x01(\x0b\x32\r.kev.v1.Query\"6\n\x10\x41skQueryResponse\x12\"\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x13.kev.v1.StreamEvent\"\x14\n\x12GetChannelsRequest\"@\n\x13GetChannelsResponse\x12)\n\x08\x63hannels\x18\x01 \x03(\x0b\x32\x17.kev.v1.ChannelSnapshot\"\x11\n\x0fGetStatsRequest\"Y\n\x10GetStatsResponse\x12#\n\x06router\x18\x01 \x01(\x0b\x32\x13.kev.v1.RouterStats\x12 \n\x05nodes\x18\x02 \x03(\x0b\x32\x11.kev.v1.NodeStats\"\x1b\n\x19GetIsolationReportRequest\"E\n\x1aGetIsolationReportResponse\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x17.kev.v1.IsolationReport\"\x11\n\x0fGetRulesRequest\"7\n\x10GetRulesResponse\x12#\n\x05rules\x18\x01 \x01(\x0b\x32\x14.kev.v1.RequestRules2\xbb\x03\n\rRouterService\x12\x46\n\x0bSubmitQuery\x12\x1a.kev.v1.SubmitQueryRequest\x1a\x1b.kev.v1.SubmitQueryResponse\x12?\n\x08\x41skQuery\x12\x17.kev.v1.AskQueryRequest\x1a\x18.kev.v1.AskQueryResponse0\x01\x12\x46\n\x0bGetChannels\x12\x1a.kev.v1.GetChannelsRequest\x1a\x1b.kev.v1.GetChannelsResponse\x12=\n\x08GetStats\x12\x17.kev.v1.GetStatsRequest\x1a\x18.kev.v1.GetStatsResponse\x12[\n\x12GetIsolationReport\x12!.kev.v1.GetIsolationReportRequest\x1a\".kev.v1.GetIsolationReportResponse\x12=\n\x08GetRules\x12\x17.kev.v1.GetRulesRequest\x1a\x18.kev.v1.GetRulesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ASKQUERYREQUEST']._serialized_end=588
   _globals['_ASKQUERYRESPONSE']._serialized_start=590
   _globals['_ASKQUERYRESPONSE']._serialized_end=644
-  _globals['_ROUTERSERVICE']._serialized_start=647
-  _globals['_ROUTERSERVICE']._serialized_end=799
+  _globals['_GETCHANNELSREQUEST']._serialized_start=646
+  _globals['_GETCHANNELSREQUEST']._serialized_end=666
+  _globals['_GETCHANNELSRESPONSE']._serialized_start=668
+  _globals['_GETCHANNELSRESPONSE']._serialized_end=732
+  _globals['_GETSTATSREQUEST']._serialized_start=734
+  _globals['_GETSTATSREQUEST']._serialized_end=751
+  _globals['_GETSTATSRESPONSE']._serialized_start=753
+  _globals['_GETSTATSRESPONSE']._serialized_end=842
+  _globals['_GETISOLATIONREPORTREQUEST']._serialized_start=844
+  _globals['_GETISOLATIONREPORTREQUEST']._serialized_end=871
+  _globals['_GETISOLATIONREPORTRESPONSE']._serialized_start=873
+  _globals['_GETISOLATIONREPORTRESPONSE']._serialized_end=942
+  _globals['_GETRULESREQUEST']._serialized_start=944
+  _globals['_GETRULESREQUEST']._serialized_end=961
+  _globals['_GETRULESRESPONSE']._serialized_start=963
+  _globals['_GETRULESRESPONSE']._serialized_end=1018
+  _globals['_ROUTERSERVICE']._serialized_start=1021
+  _globals['_ROUTERSERVICE']._serialized_end=1464
 # @@protoc_insertion_point(module_scope)

@@ -57,3 +57,45 @@ class AskQueryResponse(_message.Message):
     EVENT_FIELD_NUMBER: _ClassVar[int]
     event: _types_pb2.StreamEvent
     def __init__(self, event: _Optional[_Union[_types_pb2.StreamEvent, _Mapping]] = ...) -> None: ...
+
+class GetChannelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetChannelsResponse(_message.Message):
+    __slots__ = ("channels",)
+    CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    channels: _containers.RepeatedCompositeFieldContainer[_types_pb2.ChannelSnapshot]
+    def __init__(self, channels: _Optional[_Iterable[_Union[_types_pb2.ChannelSnapshot, _Mapping]]] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("router", "nodes")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    router: _types_pb2.RouterStats
+    nodes: _containers.RepeatedCompositeFieldContainer[_types_pb2.NodeStats]
+    def __init__(self, router: _Optional[_Union[_types_pb2.RouterStats, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[_types_pb2.NodeStats, _Mapping]]] = ...) -> None: ...
+
+class GetIsolationReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetIsolationReportResponse(_message.Message):
+    __slots__ = ("report",)
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    report: _types_pb2.IsolationReport
+    def __init__(self, report: _Optional[_Union[_types_pb2.IsolationReport, _Mapping]] = ...) -> None: ...
+
+class GetRulesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetRulesResponse(_message.Message):
+    __slots__ = ("rules",)
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    rules: _types_pb2.RequestRules
+    def __init__(self, rules: _Optional[_Union[_types_pb2.RequestRules, _Mapping]] = ...) -> None: ...

@@ -48,6 +48,26 @@ class RouterServiceStub(object):
                 request_serializer=kev_dot_v1_dot_router__service__pb2.AskQueryRequest.SerializeToString,
                 response_deserializer=kev_dot_v1_dot_router__service__pb2.AskQueryResponse.FromString,
                 _registered_method=True)
+        self.GetChannels = channel.unary_unary(
+                '/kev.v1.RouterService/GetChannels',
+                request_serializer=kev_dot_v1_dot_router__service__pb2.GetChannelsRequest.SerializeToString,
+                response_deserializer=kev_dot_v1_dot_router__service__pb2.GetChannelsResponse.FromString,
+                _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/kev.v1.RouterService/GetStats',
+                request_serializer=kev_dot_v1_dot_router__service__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=kev_dot_v1_dot_router__service__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.GetIsolationReport = channel.unary_unary(
+                '/kev.v1.RouterService/GetIsolationReport',
+                request_serializer=kev_dot_v1_dot_router__service__pb2.GetIsolationReportRequest.SerializeToString,
+                response_deserializer=kev_dot_v1_dot_router__service__pb2.GetIsolationReportResponse.FromString,
+                _registered_method=True)
+        self.GetRules = channel.unary_unary(
+                '/kev.v1.RouterService/GetRules',
+                request_serializer=kev_dot_v1_dot_router__service__pb2.GetRulesRequest.SerializeToString,
+                response_deserializer=kev_dot_v1_dot_router__service__pb2.GetRulesResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -66,8 +86,36 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AskQuery(self, request, context):
-        """Accepts a request and streams its events until every question has its outcome. Ending the call does not cancel
-        the request; a second call with the same request_id and content attaches again.
+        """Accepts a request and streams its events until every question has its outcome. When the last such call of a
+        request ends early, what has no outcome yet is withdrawn; a request that was there before the call goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetChannels(self, request, context):
+        """Returns the occupancy of this router's channels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """Returns this router's counters and those of the nodes it knows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetIsolationReport(self, request, context):
+        """Returns what isolation the deployment can promise. Fails with UNAVAILABLE while no node is known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRules(self, request, context):
+        """Returns the limits and defaults that requests are checked against.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +133,26 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.AskQuery,
                     request_deserializer=kev_dot_v1_dot_router__service__pb2.AskQueryRequest.FromString,
                     response_serializer=kev_dot_v1_dot_router__service__pb2.AskQueryResponse.SerializeToString,
+            ),
+            'GetChannels': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetChannels,
+                    request_deserializer=kev_dot_v1_dot_router__service__pb2.GetChannelsRequest.FromString,
+                    response_serializer=kev_dot_v1_dot_router__service__pb2.GetChannelsResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=kev_dot_v1_dot_router__service__pb2.GetStatsRequest.FromString,
+                    response_serializer=kev_dot_v1_dot_router__service__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetIsolationReport': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetIsolationReport,
+                    request_deserializer=kev_dot_v1_dot_router__service__pb2.GetIsolationReportRequest.FromString,
+                    response_serializer=kev_dot_v1_dot_router__service__pb2.GetIsolationReportResponse.SerializeToString,
+            ),
+            'GetRules': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRules,
+                    request_deserializer=kev_dot_v1_dot_router__service__pb2.GetRulesRequest.FromString,
+                    response_serializer=kev_dot_v1_dot_router__service__pb2.GetRulesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -145,6 +213,114 @@ class RouterService(object):
             '/kev.v1.RouterService/AskQuery',
             kev_dot_v1_dot_router__service__pb2.AskQueryRequest.SerializeToString,
             kev_dot_v1_dot_router__service__pb2.AskQueryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetChannels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kev.v1.RouterService/GetChannels',
+            kev_dot_v1_dot_router__service__pb2.GetChannelsRequest.SerializeToString,
+            kev_dot_v1_dot_router__service__pb2.GetChannelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kev.v1.RouterService/GetStats',
+            kev_dot_v1_dot_router__service__pb2.GetStatsRequest.SerializeToString,
+            kev_dot_v1_dot_router__service__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetIsolationReport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kev.v1.RouterService/GetIsolationReport',
+            kev_dot_v1_dot_router__service__pb2.GetIsolationReportRequest.SerializeToString,
+            kev_dot_v1_dot_router__service__pb2.GetIsolationReportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRules(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kev.v1.RouterService/GetRules',
+            kev_dot_v1_dot_router__service__pb2.GetRulesRequest.SerializeToString,
+            kev_dot_v1_dot_router__service__pb2.GetRulesResponse.FromString,
             options,
             channel_credentials,
             insecure,

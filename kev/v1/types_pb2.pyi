@@ -146,7 +146,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ...) -> None: ...
 
 class Question(_message.Message):
-    __slots__ = ("text", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "timeout_duration", "priority", "category", "truncate")
+    __slots__ = ("text", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty", "timeout_duration", "priority", "category", "truncate", "no_stop", "no_stop_token_ids", "no_category")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +166,9 @@ class Question(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CATEGORY_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    NO_STOP_FIELD_NUMBER: _ClassVar[int]
+    NO_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NO_CATEGORY_FIELD_NUMBER: _ClassVar[int]
     text: str
     max_tokens: int
     temperature: float
@@ -185,7 +188,10 @@ class Question(_message.Message):
     priority: int
     category: str
     truncate: Truncate
-    def __init__(self, text: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., category: _Optional[str] = ..., truncate: _Optional[_Union[Truncate, str]] = ...) -> None: ...
+    no_stop: bool
+    no_stop_token_ids: bool
+    no_category: bool
+    def __init__(self, text: _Optional[str] = ..., max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., min_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., category: _Optional[str] = ..., truncate: _Optional[_Union[Truncate, str]] = ..., no_stop: bool = ..., no_stop_token_ids: bool = ..., no_category: bool = ...) -> None: ...
 
 class QuestionSpec(_message.Message):
     __slots__ = ("text", "sampling", "timeout_duration", "priority", "category", "truncate")
@@ -588,6 +594,72 @@ class IsolationReport(_message.Message):
     fingerprint: str
     reason: str
     def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RequestRules(_message.Message):
+    __slots__ = ("max_queries_per_request", "max_question_bytes", "max_system_prompt_bytes", "max_context", "max_parallel_queries", "vocab_size", "isolation", "strategy", "mode", "max_tokens", "timeout_duration", "prompt_stop")
+    MAX_QUERIES_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUESTION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SYSTEM_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MAX_PARALLEL_QUERIES_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ISOLATION_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_DURATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_STOP_FIELD_NUMBER: _ClassVar[int]
+    max_queries_per_request: int
+    max_question_bytes: int
+    max_system_prompt_bytes: int
+    max_context: int
+    max_parallel_queries: int
+    vocab_size: int
+    isolation: IsolationLevel
+    strategy: Strategy
+    mode: AggregateMode
+    max_tokens: int
+    timeout_duration: _duration_pb2.Duration
+    prompt_stop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_queries_per_request: _Optional[int] = ..., max_question_bytes: _Optional[int] = ..., max_system_prompt_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., max_parallel_queries: _Optional[int] = ..., vocab_size: _Optional[int] = ..., isolation: _Optional[_Union[IsolationLevel, str]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., max_tokens: _Optional[int] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_stop: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ChannelSnapshot(_message.Message):
+    __slots__ = ("channel_id", "num_queued", "num_total", "num_diverted", "breaker_open")
+    CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIVERTED_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    channel_id: int
+    num_queued: int
+    num_total: int
+    num_diverted: int
+    breaker_open: bool
+    def __init__(self, channel_id: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_total: _Optional[int] = ..., num_diverted: _Optional[int] = ..., breaker_open: bool = ...) -> None: ...
+
+class BucketCount(_message.Message):
+    __slots__ = ("hash_bucket", "num_questions")
+    HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    hash_bucket: int
+    num_questions: int
+    def __init__(self, hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
+
+class RouterStats(_message.Message):
+    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets")
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOVED_CHARS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    num_requests: int
+    num_questions: int
+    num_rejected: int
+    num_overflow: int
+    num_removed_chars: int
+    buckets: _containers.RepeatedCompositeFieldContainer[BucketCount]
+    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("version", "type", "payload", "trace")

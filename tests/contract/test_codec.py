@@ -20,6 +20,7 @@ from common import codec
 from common import types as domain
 from common.codec import wire
 from common.errors import InvalidRequestError
+from common.request import RequestRules
 from kev.v1 import types_pb2 as pb
 
 SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -55,6 +56,9 @@ CROSSINGS = [
     Crossing(domain.StreamEvent, pb.StreamEvent, codec.encode_stream_event, codec.decode_stream_event),
     Crossing(domain.RequestView, pb.RequestView, codec.encode_request_view, codec.decode_request_view),
     Crossing(domain.NodeStats, pb.NodeStats, codec.encode_node_stats, codec.decode_node_stats),
+    Crossing(domain.ChannelSnapshot, pb.ChannelSnapshot, codec.encode_channel_snapshot, codec.decode_channel_snapshot),
+    Crossing(domain.RouterStats, pb.RouterStats, codec.encode_router_stats, codec.decode_router_stats),
+    Crossing(RequestRules, pb.RequestRules, codec.encode_rules, codec.decode_rules),
     Crossing(domain.IsolationReport, pb.IsolationReport, codec.encode_isolation_report, codec.decode_isolation_report),
 ]
 every_crossing = pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda crossing: crossing.value.__name__)
@@ -114,11 +118,10 @@ def instances(cls: type) -> st.SearchStrategy[Any]:
 def special_fields(cls: type) -> dict[str, st.SearchStrategy[Any]]:
     if cls is not domain.Question:
         return {}
-    # On the wire "no stops" and "no category" are what a caller's None is.
     return {
-        "stop": st.none() | st.lists(st.text(), min_size=1, max_size=3).map(tuple),
-        "stop_token_ids": st.none() | st.lists(st.integers(0, INT32), min_size=1, max_size=3).map(tuple),
-        "category": st.none() | st.text(min_size=1),
+        "stop": st.none() | st.lists(st.text(), max_size=3).map(tuple),
+        "stop_token_ids": st.none() | st.lists(st.integers(0, INT32), max_size=3).map(tuple),
+        "category": st.none() | st.text(),
         "truncate": st.none() | st.sampled_from([member.value for member in domain.Truncate]),
     }
 
@@ -174,6 +177,8 @@ def test_every_wire_field_is_written() -> None:
     for crossing in CROSSINGS:
         for _, owner, field in leaves(crossing.encode(full(crossing.value))):
             written.setdefault(owner.DESCRIPTOR.name, set()).add(field.name)
+    cleared = codec.encode_question(domain.Question("a", stop=(), stop_token_ids=(), category=""))
+    written["Question"] |= {field.name for field, _ in cleared.ListFields()}
     declared = {name: {f.name for f in m.fields} for name, m in pb.DESCRIPTOR.message_types_by_name.items()}
     del declared["Envelope"]
     assert written == declared

@@ -63,7 +63,8 @@ import importlib, pkgutil, sys
 for name in sys.argv[1:]:
     package = importlib.import_module(name.removesuffix(".*"))
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".") if name.endswith(".*") else ():
-        if not found.name.endswith((".servicer", ".__main__")):
+        edges = ("common.grpc_", "common.redis_", "common.service_process")
+        if not found.name.endswith((".servicer", ".__main__")) and not found.name.startswith(edges):
             importlib.import_module(found.name)
 print(*sorted({"torch", "transformers", "grpc", "redis"} & sys.modules.keys()))
 """

@@ -1,0 +1,179 @@
+"""The request registry in Redis keeps its contract.
+
+Not here: the work streams (``test_redis_transport``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from common.errors import InvalidRequestError, QueueFullError, RequestConflictError
+from common.redis_keys import DEADLINES, EVENTS, QUESTIONS, REQUEST
+from common.redis_link import RedisLink
+from common.redis_registry import RedisRegistry
+from common.types import AggregateMode, IsolationLevel, QuestionRecord, RequestRecord, Route, Strategy
+from tests.contract.redis_harness import RedisHarness
+from tests.contract.redis_proxy import lossy_proxy
+from tests.contract.transport_suite import keys, make_item, outcome
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_for_ever")
+
+
+def make_record(request_id: str = "r", digest: str = "d", *timeouts_ms: int) -> RequestRecord:
+    route = Route(channel_id=0, strategy=Strategy.ROUND_ROBIN, hash_bucket=0)
+    questions = [
+        QuestionRecord(question_index=index, route=route, timeout_ms=timeout_ms)
+        for index, timeout_ms in enumerate(timeouts_ms or (10_000,))
+    ]
+    return RequestRecord(
+        request_id=request_id,
+        content_digest=digest,
+        mode=AggregateMode.SLOT_MAP,
+        isolation=IsolationLevel.STRICT,
+        questions=tuple(questions),
+    )
+
+
+@pytest.fixture
+async def link(deployment: RedisHarness) -> AsyncIterator[RedisLink]:
+    link = await RedisLink.connect(deployment.link_settings)
+    yield link
+    await link.close()
+
+
+@pytest.fixture
+def registry(link: RedisLink) -> RedisRegistry:
+    return RedisRegistry(link=link, retention_s=30.0)
+
+
+async def test_a_request_is_registered_once(registry: RedisRegistry) -> None:
+    """A repeated submit would run its questions twice, or the first one not at all."""
+    assert not await registry.lookup("r", "d")
+    assert await registry.register(make_record())
+    assert not await registry.register(make_record())
+    assert await registry.lookup("r", "d")
+
+
+async def test_an_id_belongs_to_its_content(registry: RedisRegistry) -> None:
+    """A caller would get the answers to another caller's questions."""
+    await registry.register(make_record())
+    with pytest.raises(RequestConflictError, match="'r'"):
+        await registry.register(make_record(digest="other"))
+    with pytest.raises(RequestConflictError):
+        await registry.lookup("r", "other")
+
+
+async def test_racing_registrations_have_one_winner(registry: RedisRegistry) -> None:
+    """Two routers would both publish a request that was sent twice."""
+    new = await asyncio.gather(*(registry.register(make_record()) for _ in range(8)))
+    assert sorted(new) == [False] * 7 + [True]
+
+
+async def test_a_registration_whose_reply_was_lost_was_new(deployment: RedisHarness) -> None:
+    """The router would take it for a repetition and never publish the questions."""
+    async with lossy_proxy(deployment.url) as proxy:
+        link = await RedisLink.connect(replace(deployment.link_settings, url=proxy.url))
+        registry = RedisRegistry(link=link)
+        await registry.register(make_record("warm-up"))
+        proxy.lose_reply_to(b"EVALSHA")
+        assert await registry.register(make_record())
+        assert proxy.num_lost == 1
+        assert not await registry.register(make_record())
+        await link.close()
+
+
+async def test_the_record_is_found_unchanged(registry: RedisRegistry) -> None:
+    """An aggregator that takes over would wait for other questions, or for another time."""
+    assert await registry.find("r") is None
+    record = make_record("r", "d", 5_000, 7_000)
+    await registry.register(record)
+    await asyncio.sleep(0.02)
+    found = await registry.find("r")
+    assert found is not None
+    assert found.record == record
+    assert 15 <= found.age_ms < 5_000
+
+
+async def test_a_damaged_record_is_told(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """A crash of the aggregator would repeat at every start."""
+    await registry.register(make_record())
+    await deployment.client.hset(deployment.key(REQUEST, "r"), "e", b"\xff")
+    with pytest.raises(InvalidRequestError):
+        await registry.find("r")
+
+
+async def test_unfinished_requests_come_by_deadline(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """After a restart of the aggregator nobody would time out what was running, or look at it in time."""
+    await registry.register(make_record("late", "d", 60_000))
+    await registry.register(make_record("soon", "d", 90_000, 1))
+    await registry.register(make_record("gone", "d", 30_000))
+    await registry.register(make_record("done", "d", 1))
+    await registry.complete("done")
+    await deployment.client.delete(deployment.key(REQUEST, "gone"))
+    await asyncio.sleep(0.01)
+    assert await registry.unfinished(overdue_only=True) == ["soon"]
+    assert await registry.unfinished() == ["soon", "late"]
+    assert await deployment.client.zcard(deployment.key(DEADLINES)) == 2
+
+
+async def test_a_full_registry_refuses(link: RedisLink) -> None:
+    """Running requests would grow without bound; those known already must still be joined."""
+    registry = RedisRegistry(link=link, max_requests=1)
+    await registry.register(make_record("one"))
+    with pytest.raises(QueueFullError) as refused:
+        await registry.register(make_record("two"))
+    assert refused.value.retry_after_s > 0
+    assert not await registry.register(make_record("one"))
+    await registry.complete("one")
+    assert await registry.register(make_record("two"))
+
+
+async def test_a_completed_request_is_kept_for_its_time(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """A retry after completion would run the request again; or its traces would stay for ever."""
+    await registry.register(make_record())
+    ends = await deployment.create(num_channels=1)
+    await ends.router.publish(make_item())
+    [lease] = await ends.node.lease(1, 0)
+    await ends.node.commit(lease, outcome(lease))
+    await registry.complete("r")
+    assert await registry.lookup("r", "d")
+    for kind in (REQUEST, QUESTIONS, EVENTS):
+        assert 29_000 < await deployment.client.pttl(deployment.key(kind, "r")) <= 30_000
+
+
+async def test_an_id_is_free_after_withdrawal(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """A failed submit would block its id, leave questions running, or answer its retry with an earlier outcome."""
+    ends = await deployment.create(num_channels=1)
+    await registry.register(make_record())
+    for index in range(3):
+        await ends.router.publish(make_item(index))
+    [lease] = await ends.node.lease(1, 0)
+    await ends.node.commit(lease, outcome(lease))
+    [held] = await ends.node.lease(1, 0)
+    await registry.withdraw("r")
+    assert await ends.node.cancellations(0) == [held.item.key]
+    assert await ends.router.depths() == [0]
+    assert await registry.find("r") is None
+    assert await registry.unfinished() == []
+    assert await registry.register(make_record(digest="other"))
+    await ends.router.publish(make_item(0))
+    assert keys(await ends.node.lease(1, 0)) == [("r", 0)]
+
+
+async def test_a_new_request_finds_no_outcome_under_its_id(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """An id used again after its time would be answered with what an earlier request got."""
+    ends = await deployment.create(num_channels=1)
+    await registry.register(make_record())
+    await ends.router.publish(make_item())
+    [lease] = await ends.node.lease(1, 0)
+    await ends.node.commit(lease, outcome(lease, "earlier"))
+    await ends.results.read(10, 0)
+    await deployment.client.delete(deployment.key(REQUEST, "r"))
+    assert await registry.register(make_record())
+    await ends.router.publish(make_item())
+    assert keys(await ends.node.lease(1, 0)) == [("r", 0)]
+    assert await ends.results.history("r") == []
