@@ -182,6 +182,14 @@ class AggregatorService:
             await self._adopt(self._source, request_id)
         self._get(request_id)
 
+    def tenant_of(self, request_id: str) -> str:
+        """Whose a request at hand is.
+
+        Raises:
+            RequestNotFoundError: it is not at hand.
+        """
+        return self._get(request_id).collector.record.tenant
+
     async def poll(self, request_id: str) -> RequestView:
         """The request as it stands.
 
@@ -267,7 +275,14 @@ class AggregatorService:
 
     async def _consume(self) -> None:
         while True:
-            events = await self._results.read(_READ_MAX_EVENTS, _READ_WAIT_S)
+            try:
+                events = await self._results.read(_READ_MAX_EVENTS, _READ_WAIT_S)
+            except KevError as error:
+                if not error.retryable:
+                    raise
+                _log.warning("events cannot be read; trying again: %s", error)
+                await asyncio.sleep(_SOURCE_INTERVAL_S)
+                continue
             for event in events:
                 if self._source is not None and self._store.find(event.request_id) is None:
                     await self._adopt_quietly(self._source, event.request_id)

@@ -139,8 +139,8 @@ def _origin(source: object) -> str:
 
 
 def _form_warnings(config: Config) -> Iterator[str]:
-    if config.deploy.mode is not DeployMode.SINGLE:
-        yield f"deploy.mode {config.deploy.mode} is not offered in this version: kev serve and kev.Engine refuse it"
+    if config.deploy.mode is DeployMode.MULTI_GPU:
+        yield "deploy.mode multi_gpu is not offered in this version: kev serve and kev.Engine refuse it"
     if config.core.precision is Precision.INT8:
         yield "core.precision int8 is not offered in this version: loading refuses it; use bf16, fp16 or fp32"
 

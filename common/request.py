@@ -20,7 +20,7 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -103,6 +103,22 @@ class RequestRules:
             mode=config.aggregator.mode,
             max_tokens=config.core.max_tokens,
             timeout_ms=config.aggregator.timeout_ms,
+        )
+
+    @classmethod
+    def for_model(cls, config: Config, *, vocab_size: int, uses_chat_template: bool, max_context: int) -> RequestRules:
+        """The rules of a deployment whose model is known.
+
+        Args:
+            config: the deployment's.
+            vocab_size: token ids must be below.
+            uses_chat_template: the model's own prompt is used, so ``core.prompt_stop`` does not apply.
+            max_context: positions of one channel.
+        """
+        return replace(
+            cls.from_config(config, vocab_size),
+            max_context=max_context,
+            prompt_stop=() if uses_chat_template else config.core.prompt_stop,
         )
 
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from typing import TypeVar
 
-from common.errors import EngineDeadError, KevError
+from common.errors import EngineDeadError, IsolationUnavailableError, KevError
 from common.ports import Clock, CommitState, Lease, WorkStreams
-from common.types import ChannelEvent, ChannelResult, FinishReason
+from common.types import ChannelDelta, ChannelEvent, ChannelResult, ChannelStarted, FinishReason, IsolationLevel
 from inference_svc.answer import AnswerText, IncrementalDetokenizer
 from inference_svc.engine_core import EngineThread
 from inference_svc.sequence import Sequence
@@ -26,6 +28,8 @@ _LOG = logging.getLogger("kev.worker")
 
 _LEASE_WAIT_S = 5.0
 _MISMATCH_PAUSE_S = 1.0
+_RETRY_PAUSE_S = 0.5
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class WorkerSettings:
     """Model and tokenizer of this node; items for another one are handed back."""
     eos_ids: frozenset[int]
     lease_timeout_s: float = 15.0
+    strict_refusal: str = ""
+    """Why this node cannot keep level strict; empty when it can. Such questions end with an error, never unverified."""
 
 
 class Worker:
@@ -103,7 +109,8 @@ class Worker:
                 self._slot_freed.clear()
                 await self._slot_freed.wait()
                 continue
-            for lease in await self._work.lease(free, _LEASE_WAIT_S):
+            leases = await self._patiently(partial(self._work.lease, free, _LEASE_WAIT_S))
+            for lease in leases:
                 await self._take(lease, engine)
 
     async def _take(self, lease: Lease, engine: EngineThread) -> None:
@@ -111,6 +118,11 @@ class Worker:
             _LOG.warning("request %s is for another model; handed back", lease.item.request_id)
             await self._work.hand_back(lease)
             await asyncio.sleep(_MISMATCH_PAUSE_S)
+            return
+        if self._settings.strict_refusal and lease.item.isolation is IsolationLevel.STRICT:
+            self._held[lease.item.key] = lease
+            reason = f"isolation strict cannot be kept here: {self._settings.strict_refusal}"
+            await self._commit_error(lease, IsolationUnavailableError(reason))
             return
         while lease.item.key in self._held:
             # Withdrawn and published anew: events of the former must not pass for those of this one.
@@ -155,14 +167,14 @@ class Worker:
                 if isinstance(event, ChannelResult):
                     await self._finish(lease, event)
                 else:
-                    await self._work.emit(lease, event)
+                    await self._emit(lease, event)
             if engine.failure is not None:
                 for lease in list(self._held.values()):
                     await self._commit_error(lease, engine.failure)
                 raise engine.failure
 
     async def _finish(self, lease: Lease, result: ChannelResult) -> None:
-        state = await self._work.commit(lease, result)
+        state = await self._patiently(partial(self._work.commit, lease, result))
         if state is CommitState.STALE:
             _LOG.warning("outcome of %s[%d] came too late", result.request_id, result.question_index)
         self._held.pop(lease.item.key, None)
@@ -172,10 +184,33 @@ class Worker:
         while True:
             await asyncio.sleep(self._settings.lease_timeout_s / 4)
             for lease in list(self._held.values()):
-                if not await self._work.renew(lease):
+                try:
+                    renewed = await self._work.renew(lease)
+                except KevError as error:
+                    _LOG.warning("a lease could not be renewed; trying again: %s", error)
+                    continue
+                if not renewed:
                     engine.cancel(*lease.item.key)  # it belongs to somebody else now
 
     async def _cancel_loop(self, engine: EngineThread) -> None:
         while True:
-            for request_id, question_index in await self._work.cancellations(_LEASE_WAIT_S):
+            for request_id, question_index in await self._patiently(partial(self._work.cancellations, _LEASE_WAIT_S)):
                 engine.cancel(request_id, question_index)
+
+    async def _emit(self, lease: Lease, event: ChannelStarted | ChannelDelta) -> None:
+        """Report progress; what is lost while the store is away comes with the outcome."""
+        try:
+            await self._work.emit(lease, event)
+        except KevError as error:
+            _LOG.warning("progress of a question could not be reported: %s", error)
+
+    async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat a call while the store is away; everything else is the caller's."""
+        while True:
+            try:
+                return await call()
+            except KevError as error:
+                if not error.retryable:
+                    raise
+                _LOG.warning("the work streams cannot be reached; trying again: %s", error)
+                await asyncio.sleep(_RETRY_PAUSE_S)

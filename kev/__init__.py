@@ -9,6 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from common.edge_errors import (
+        MessageTooLargeError,
+        PermissionDeniedError,
+        ServiceUnavailableError,
+        UnauthenticatedError,
+    )
     from common.errors import (
         ConfigError,
         DeadlineExceededError,
@@ -25,11 +31,21 @@ if TYPE_CHECKING:
         StoreUnavailableError,
         UnsupportedModelError,
     )
+    from common.grpc_options import TlsFiles
     from common.types import Question, RequestView, Result, StreamEvent
+    from kev.client import AsyncClient, Client
     from kev.engine import AsyncEngine, Engine
 
 _HOMES = {
+    "kev.client": ("AsyncClient", "Client"),
     "kev.engine": ("AsyncEngine", "Engine"),
+    "common.edge_errors": (
+        "MessageTooLargeError",
+        "PermissionDeniedError",
+        "ServiceUnavailableError",
+        "UnauthenticatedError",
+    ),
+    "common.grpc_options": ("TlsFiles",),
     "common.types": ("Question", "RequestView", "Result", "StreamEvent"),
     "common.errors": (
         "ConfigError",
@@ -51,7 +67,9 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AsyncClient",
     "AsyncEngine",
+    "Client",
     "ConfigError",
     "DeadlineExceededError",
     "DrainingError",
@@ -60,7 +78,9 @@ __all__ = [
     "InvalidRequestError",
     "IsolationUnavailableError",
     "KevError",
+    "MessageTooLargeError",
     "ModelError",
+    "PermissionDeniedError",
     "PromptTooLongError",
     "Question",
     "QueueFullError",
@@ -68,8 +88,11 @@ __all__ = [
     "RequestNotFoundError",
     "RequestView",
     "Result",
+    "ServiceUnavailableError",
     "StoreUnavailableError",
     "StreamEvent",
+    "TlsFiles",
+    "UnauthenticatedError",
     "UnsupportedModelError",
 ]
 

@@ -47,9 +47,18 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="kev.yaml; w
 
 
 async def open_engine(source: Source, progress: Callable[[str], None]) -> Backend:
-    """The engine of a configuration, loaded without holding the loop. Tests put a fake in this place."""
-    import kev
+    """What answers under a configuration: an engine in this process, or a deployment's services.
 
+    Loads without holding the loop. Tests put a fake in this place.
+    """
+    import kev
+    from common.config import load_config
+
+    config = load_config(source)
+    if config.deploy.mode == "distributed":
+        from kev.client import client_of
+
+        return client_of(config)
     return await asyncio.to_thread(kev.AsyncEngine.from_config, source, progress=progress)
 
 
@@ -188,6 +197,24 @@ async def _engine(source: Source) -> AsyncIterator[Backend]:
         yield engine
     finally:
         await engine.close()
+
+
+@app.command()
+def up(
+    config: ConfigOption = None,
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Inference nodes.")] = 2,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="HTTP port; 0 picks a free one.")] = None,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Keep configuration, data and logs here.")] = None,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Nodes answer from a script, without a model.")] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill a random node every ten seconds or so.")] = False,
+) -> None:
+    """Run a whole cluster on this machine: store, router, inference nodes, aggregator and HTTP."""
+    from rich.console import Console
+
+    from kev.up.run import UpOptions, run_up
+
+    options = UpOptions(config=config, num_nodes=nodes, port=port, folder=folder, no_model=no_model, chaos=chaos)
+    raise typer.Exit(run_up(options, Console(stderr=True)))
 
 
 @app.command()

@@ -13,10 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -27,7 +24,7 @@ from aggregator_svc.service import AggregatorService
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import Config, load_config
-from common.errors import EngineDeadError, InvariantError, IsolationUnavailableError, KevError
+from common.errors import EngineDeadError, InvariantError, IsolationUnavailableError
 from common.memory import MemoryTransport
 from common.ports import Clock
 from common.request import RequestRules, parse_request
@@ -46,6 +43,7 @@ from common.types import (
 )
 from inference_svc.engine_core import EngineThread
 from inference_svc.worker import Worker, WorkerSettings
+from kev.blocking import Blocking, close_events, next_event
 from router_svc.embedding import ProjectionTable
 from router_svc.service import RouterService
 from router_svc.settings import RouterSettings
@@ -170,9 +168,12 @@ class AsyncEngine:
         self._config = config
         self._parts = parts
         self._clock: Clock = clock or SystemClock()
-        rules = RequestRules.from_config(config, vocab_size=parts.tokenizer.vocab_size)
-        stops = () if parts.tokenizer.uses_chat_template else config.core.prompt_stop
-        self._rules = replace(rules, prompt_stop=tuple(stops), max_context=_max_context(config, parts))
+        self._rules = RequestRules.for_model(
+            config,
+            vocab_size=parts.tokenizer.vocab_size,
+            uses_chat_template=parts.tokenizer.uses_chat_template,
+            max_context=_max_context(config, parts),
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tiers: _Tiers | None = None
         self._task: asyncio.Task[None] | None = None
@@ -268,11 +269,11 @@ class AsyncEngine:
         try:
             while True:
                 try:
-                    yield await self._guard(_next(events))
+                    yield await self._guard(next_event(events))
                 except StopAsyncIteration:
                     return
         finally:
-            await _close(events)
+            await close_events(events)
 
     async def cancel(self, request_id: str) -> int:
         """Withdraw the questions without an outcome; returns how many.
@@ -381,17 +382,7 @@ def _max_context(config: Config, parts: EngineParts) -> int:
     return config.core.max_context if parts.max_context is None else parts.max_context
 
 
-async def _next(events: AsyncIterator[StreamEvent]) -> StreamEvent:
-    return await anext(events)
-
-
-async def _close(events: AsyncIterator[StreamEvent]) -> None:
-    close: Callable[[], Awaitable[None]] | None = getattr(events, "aclose", None)
-    if close is not None:
-        await close()
-
-
-class Engine:
+class Engine(Blocking):
     """Kev in this process, for ordinary code: the methods of ``AsyncEngine``, blocking.
 
     May be used from any thread and inside notebooks. Use it as a context manager, or call ``close``.
@@ -399,104 +390,10 @@ class Engine:
 
     def __init__(self, engine: AsyncEngine) -> None:
         """Run an engine on a loop of its own; ``from_config`` is the usual way."""
-        self._engine = engine
-        self._loop = asyncio.new_event_loop()
-        self._closing = False
-        self._handing_over = threading.Lock()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="kev-loop", daemon=True)
-        self._thread.start()
+        super().__init__(engine)
         self._call(engine.ready())
 
     @classmethod
     def from_config(cls, source: Source = None, *, progress: Callable[[str], None] = _LOG.info) -> Self:
         """Load configuration and model; arguments and errors as ``AsyncEngine.from_config``."""
         return cls(AsyncEngine.from_config(source, progress=progress))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def submit(self, queries: Any, /, **options: Any) -> str:
-        """Accept independent questions; returns the request id. See ``AsyncEngine.submit``."""
-        return self._call(self._engine.submit(queries, **options))
-
-    def wait(self, request_id: str, timeout: float | None = None) -> list[Result]:
-        """All results; waits at most ``timeout`` seconds. See ``AsyncEngine.wait``."""
-        return self._call(self._engine.wait(request_id, timeout))
-
-    def poll(self, request_id: str) -> RequestView:
-        """The request as it stands. See ``AsyncEngine.poll``."""
-        return self._call(self._engine.poll(request_id))
-
-    def ask(self, queries: Any, /, **options: Any) -> list[Result]:
-        """Submit and wait. See ``AsyncEngine.ask``."""
-        return self._call(self._engine.ask(queries, **options))
-
-    def stream(self, request_id: str, from_event_index: int = 0) -> Iterator[StreamEvent]:
-        """Events of a request as they come. See ``AsyncEngine.stream``."""
-        events = self._engine.stream(request_id, from_event_index)
-        try:
-            while True:
-                try:
-                    yield self._call(_next(events))
-                except StopAsyncIteration:
-                    return
-        finally:
-            with suppress(EngineDeadError):  # closed meanwhile, and the stream with it
-                self._call(_close(events))
-
-    def cancel(self, request_id: str) -> int:
-        """Withdraw the questions without an outcome. See ``AsyncEngine.cancel``."""
-        return self._call(self._engine.cancel(request_id))
-
-    def isolation(self) -> IsolationReport:
-        """What isolation this process can promise. See ``AsyncEngine.isolation``."""
-        return self._call(self._engine.isolation())
-
-    def channels(self) -> list[ChannelSnapshot]:
-        """The channel pool."""
-        return self._call(self._engine.channels())
-
-    def stats(self) -> EngineStats:
-        """Counters since start."""
-        return self._call(self._engine.stats())
-
-    def close(self) -> None:
-        """Stop and free everything. A second call does nothing."""
-        with suppress(EngineDeadError):
-            self._hand_over(self._end(), last=True).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    async def _end(self) -> None:
-        """Close, and let every call that other threads still wait for have its outcome before the loop stops."""
-        await self._engine.close()
-        calls = asyncio.all_tasks() - {asyncio.current_task()}
-        if calls:
-            await asyncio.wait(calls)
-        await asyncio.get_running_loop().shutdown_asyncgens()
-
-    def _hand_over(self, work: Coroutine[Any, Any, _T], *, last: bool = False) -> Future[_T]:
-        """Start work on the loop; the lock sees to it that nothing comes after the last."""
-        if threading.current_thread() is self._thread:
-            work.close()
-            raise KevError("kev.Engine was called from its own event loop; use kev.AsyncEngine there")
-        with self._handing_over:
-            if self._closing:
-                work.close()
-                raise EngineDeadError("the engine is closed; open a new one")
-            self._closing = last
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = self._hand_over(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise

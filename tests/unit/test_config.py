@@ -259,7 +259,7 @@ def test_a_byte_order_mark_and_yaml_1_1_words_do_no_harm(tmp_path: Path) -> None
     ("sections", "words"),
     [
         ({"core": {"precision": "int8"}}, "int8 is not offered in this version"),
-        ({"deploy": {"mode": "distributed"}}, "distributed is not offered in this version"),
+        ({"deploy": {"mode": "multi_gpu"}}, "multi_gpu is not offered in this version"),
         ({"router": {"channel_pool_size": 4}}, "is smaller than router.max_parallel_queries 8"),
         ({"router": {"channel_pool_size": 17}}, "is more than twice router.max_parallel_queries 8"),
         ({"router": {"breaker_queue_length": 9}}, "is full before the breaker diverts"),

@@ -1,0 +1,247 @@
+"""Calls to one gRPC service: the connection, deadlines, errors as Kev's own, and what may be tried again.
+
+Invariants and semantics: every call has a deadline. A failed call raises the ``KevError`` that the server raised, or,
+where no server spoke, one that says so. Only UNAVAILABLE is tried again, with full jitter, until ``patience_s`` is over
+or the retry budget is empty (one retry per ten calls, and a reserve); every method of Kev may be repeated, because
+``submit`` always carries a request id. A peer belongs to the event loop that made it.
+
+Not here: which methods there are (``common.grpc_router``, ``common.grpc_aggregator``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.codec.status import DETAILS_KEY, decode_status
+from common.edge_errors import (
+    MessageTooLargeError,
+    PermissionDeniedError,
+    ServiceUnavailableError,
+    UnauthenticatedError,
+)
+from common.errors import ConfigError, DeadlineExceededError, DrainingError, EngineDeadError, InvariantError, KevError
+from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles, channel_credentials, client_options
+
+READ_DEADLINE_S = 10.0
+"""Deadline of calls that only look something up."""
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+_RETRY_RESERVE = 100.0
+_RETRIES_PER_CALL = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerSettings:
+    """How to reach a service."""
+
+    target: str
+    """``host:port``; of a name with several addresses, all are used in turn."""
+    api_key: str = ""
+    tls: TlsFiles | None = None
+    """None: plaintext."""
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    """Largest message in either direction; the server's own limit."""
+    patience_s: float = 10.0
+    """How long a call is tried again while nobody answers."""
+
+
+class _RetryBudget:
+    """At most one retry per ten calls in the long run, so that retries never become the load."""
+
+    def __init__(self) -> None:
+        self._tokens = _RETRY_RESERVE
+
+    def earn(self) -> None:
+        self._tokens = min(_RETRY_RESERVE, self._tokens + _RETRIES_PER_CALL)
+
+    def spend(self) -> bool:
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
+
+
+class Patience:
+    """Decides for one call whether and when it is tried again."""
+
+    def __init__(self, patience_s: float, budget: _RetryBudget) -> None:
+        self._patience_s = patience_s
+        self._budget = budget
+        self._num_failures = 0
+        self._first_failure_s = 0.0
+
+    def progress(self) -> None:
+        """The call got somewhere: what failed before no longer counts."""
+        self._num_failures = 0
+
+    async def pause_after(self, error: KevError) -> None:
+        """Wait before the next try.
+
+        Source: full jitter, Brooker 2015, "Exponential Backoff And Jitter".
+
+        Raises:
+            KevError: ``error``, when trying again is of no use or patience has ended.
+        """
+        now_s = time.monotonic()
+        if self._num_failures == 0:
+            self._first_failure_s = now_s
+        self._num_failures += 1
+        left_s = self._first_failure_s + self._patience_s - now_s
+        may_pass = error.retryable and error.grpc_code == grpc.StatusCode.UNAVAILABLE.name
+        if not may_pass or left_s <= 0 or not self._budget.spend():
+            raise error
+        longest_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._num_failures, 10))
+        await asyncio.sleep(min(random.uniform(0, longest_s), left_s))
+
+
+class Peer:
+    """A connection to one service."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        """Prepare the connection; it is made by the first call. Needs a running event loop.
+
+        Raises:
+            ConfigError: a certificate file cannot be read.
+        """
+        self._settings = settings
+        self._budget = _RetryBudget()
+        self._closed = False
+        self._metadata = (("authorization", f"Bearer {settings.api_key}"),) if settings.api_key else ()
+        target = _by_name(settings.target)
+        options = client_options(settings.max_message_bytes, settings.tls.server_name if settings.tls else "")
+        if settings.tls is None:
+            self.channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self.channel = grpc.aio.secure_channel(target, channel_credentials(settings.tls), options=options)
+
+    def patience(self) -> Patience:
+        """For one call."""
+        self._budget.earn()
+        return Patience(self._settings.patience_s, self._budget)
+
+    async def call(self, method: Any, request: Any, deadline_s: float = READ_DEADLINE_S) -> Any:
+        """The answer of a method with one answer.
+
+        Args:
+            method: of a stub made with ``channel``.
+            request: its request.
+            deadline_s: seconds for the call, tries included.
+
+        Raises:
+            KevError: what the server raised, or why it could not be asked.
+        """
+        end_s = time.monotonic() + deadline_s
+        patience = self.patience()
+        while True:
+            try:
+                return await self._once(method, request, max(0.001, end_s - time.monotonic()))
+            except KevError as error:
+                if time.monotonic() >= end_s:
+                    raise
+                await patience.pause_after(error)
+
+    async def stream(self, method: Any, request: Any, deadline_s: float) -> AsyncIterator[Any]:
+        """The answers of a method with many; nothing is tried again.
+
+        Raises:
+            KevError: as ``call``; after any number of answers.
+        """
+        self._check_request(request)
+        call = None
+        try:
+            call = method(request, timeout=deadline_s, metadata=self._metadata)
+            async for response in call:
+                yield response
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from None
+        except grpc.aio.UsageError:
+            raise self._closed_error() from None
+        except asyncio.CancelledError:
+            self._check_cancelled_by_us()
+            raise
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def check_serving(self, service: str) -> None:
+        """Return if the service says that it would answer calls now.
+
+        Raises:
+            DrainingError: it says that it would not.
+            KevError: it could not be asked.
+        """
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        answer = await self._once(stub.Check, health_pb2.HealthCheckRequest(service=service), READ_DEADLINE_S)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING:
+            raise DrainingError(f"{service} at {self._settings.target} does not serve now: it starts or shuts down")
+
+    async def close(self) -> None:
+        """End the connection; calls that run fail with ``EngineDeadError``."""
+        self._closed = True
+        await self.channel.close(None)
+
+    async def _once(self, method: Any, request: Any, deadline_s: float) -> Any:
+        self._check_request(request)
+        try:
+            return await method(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise self._error_of(error) from None
+        except grpc.aio.UsageError:
+            raise self._closed_error() from None
+        except asyncio.CancelledError:
+            self._check_cancelled_by_us()
+            raise
+
+    def _check_request(self, request: Any) -> None:
+        limit_bytes = self._settings.max_message_bytes
+        if request.ByteSize() > limit_bytes:
+            raise MessageTooLargeError(
+                f"the request has {request.ByteSize()} bytes, more than the {limit_bytes} of one message "
+                "(cluster.max_message_bytes); send fewer questions at a time"
+            )
+
+    def _check_cancelled_by_us(self) -> None:
+        """Closing the channel cancels its calls, which is no cancellation of the caller's task."""
+        task = asyncio.current_task()
+        if self._closed and not (task and task.cancelling()):
+            raise self._closed_error() from None
+
+    def _closed_error(self) -> KevError:
+        return EngineDeadError("the client is closed; open a new one")
+
+    def _error_of(self, error: grpc.aio.AioRpcError) -> KevError:
+        metadata: Any = error.trailing_metadata() or ()
+        for key, value in metadata:
+            if key == DETAILS_KEY and isinstance(value, bytes) and (told := decode_status(value)) is not None:
+                return told
+        code, details, target = error.code(), error.details() or "", self._settings.target
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return ServiceUnavailableError(f"{target} cannot be reached, or the connection broke; is it running there?")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceededError(f"{target} did not answer within the deadline of the call")
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            limit_bytes = self._settings.max_message_bytes
+            message = f"a message is above the limit of {limit_bytes} bytes (cluster.max_message_bytes) here or there"
+            return MessageTooLargeError(f"{message}: {details}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ConfigError(f"{target} does not offer this method: it is another service, or another version of Kev")
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            return UnauthenticatedError(f"{target} refuses the API key")
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            return PermissionDeniedError(f"{target} does not let this API key do that")
+        return InvariantError(f"{target} failed with {code.name}: {details}")
+
+
+def _by_name(target: str) -> str:
+    """A target that is looked up by DNS, so that every address behind the name gets its share."""
+    return target if target.startswith(("dns:", "unix:", "ipv4:", "ipv6:", "xds:")) else f"dns:///{target}"
