@@ -26,6 +26,7 @@ import kev
 from common.config import load_config
 from common.request import RequestRules, parse_request
 from kev import cli
+from tests.e2e import deploy_commands
 from tests.e2e.documents import ROOT, Block
 from tests.e2e.server import ServerProcess
 from tests.e2e.shapes import json_difference, text_difference
@@ -69,6 +70,8 @@ class Reader:
                 self._run_python(block)
             case "bash":
                 self._run_commands(block.text, refused=after is not None and _shows_error(after))
+            case "yaml" if "\nkind: Kustomization\n" in block.text:
+                deploy_commands.check_kustomization(block.text)
             case "yaml":
                 Path("kev.yaml").write_text(block.text, encoding="utf-8")
                 load_config("kev.yaml", env={})
@@ -113,6 +116,9 @@ class Reader:
         match words:
             case ["kev", "serve", *_]:
                 self._server = self._serve(words[1:])
+                return ""
+            case ["kev", "up", *_] | ["docker" | "kubectl", *_]:
+                deploy_commands.check(words)
                 return ""
             case ["kev", *arguments]:
                 return _kev(arguments)
