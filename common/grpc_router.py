@@ -1,15 +1,13 @@
 """The router as its remote callers see it: submit, and what it says about itself.
 
 Invariants and semantics: a request is refused in the words of ``parse_request``, about the caller's own objects, also
-where protobuf could not carry them: the rules of the deployment are asked for then. Every submission carries a request
-id, so that one whose answer was lost joins itself when it is sent again.
+where protobuf could not carry them: the rules of the deployment are asked for then.
 
 Not here: the connection (``common.grpc_calls``).
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +45,8 @@ class RouterCalls:
     async def submit(self, queries: object, options: Mapping[str, object]) -> str:
         """Accept a request; arguments as ``parse_request``.
 
+        Tried again when its answer was lost, so give it a ``request_id``: it then joins itself.
+
         Raises:
             InvalidRequestError: a field is wrong; nothing was started.
             KevError: whatever the router raises.
@@ -57,7 +57,6 @@ class RouterCalls:
             await self._refuse(queries, options)
             told = "hold a value that cannot be sent; send plain text, numbers and lists"
             raise InvalidRequestError.of("queries", told) from None
-        query.request_id = query.request_id or uuid.uuid4().hex
         try:
             response = await self._peer.call(
                 self._stub.SubmitQuery, pb.SubmitQueryRequest(query=query), _patient(query)

@@ -47,7 +47,7 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
     load_settings = LoadSettings(
         precision=core.precision,
         max_context=core.max_context,
-        backend=Backend.CPU if core.backend == "auto" else Backend(core.backend),
+        backend=_backend(core.backend, core.device),
         device=core.device,
         num_threads=core.num_threads,
     )
@@ -65,3 +65,9 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
     )
     projection = projection_table(model, router.semantic_planes, router.hash_key)
     return OpenedNode(Node(model, settings, clock), tokenizer, projection)
+
+
+def _backend(name: str, device: str) -> Backend:
+    if name == "auto":
+        return Backend.FLEX if device.startswith("cuda") else Backend.CPU
+    return Backend(name)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -280,8 +278,11 @@ def test_a_service_survives_the_loss_of_a_pod(manifests: list[Document]) -> None
     for role in (Role.ROUTER, Role.AGGREGATOR, Role.INFERENCE, Role.GATEWAY):
         deployment = named(manifests, "Deployment", f"kev-{role}")["spec"]
         budget = named(manifests, "PodDisruptionBudget", f"kev-{role}")["spec"]
-        assert deployment["replicas"] >= 2
         assert budget.get("maxUnavailable") == 1 or budget["minAvailable"] < deployment["replicas"]
+        if role is Role.AGGREGATOR:  # one reader of events: a second one beside it would answer from the past
+            assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
+        else:
+            assert deployment["replicas"] >= 2
         assert {spread["topologyKey"] for spread in deployment["template"]["spec"]["topologySpreadConstraints"]} == {
             "kubernetes.io/hostname",
             "topology.kubernetes.io/zone",
@@ -360,26 +361,6 @@ def test_gpu_nodes_get_a_gpu() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert {"name": "KEV__CORE__DEVICE", "value": "cuda"} in container["env"]
     assert container["image"].startswith("kev-cuda:")
-
-
-def without_hash(value: Any) -> Any:
-    """kustomize's output with the names of ConfigMaps as they are written in the files."""
-    if isinstance(value, dict):
-        return {key: without_hash(inner) for key, inner in value.items() if inner not in ([], {})}
-    if isinstance(value, list):
-        return [without_hash(inner) for inner in value]
-    return re.sub(r"^kev-config-[a-z0-9]{10}$", "kev-config", value) if isinstance(value, str) else value
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlays_are_rendered_as_kustomize_does(overlay: str) -> None:
-    """The tests above look at something else than what is deployed."""
-    command = ["kubectl", "kustomize", str(K8S / "overlays" / overlay)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-    real = {(item["kind"], item["metadata"]["name"]): item for item in without_hash(load_documents(done.stdout))}
-    ours = without_hash(render(K8S / "overlays" / overlay))
-    assert {(item["kind"], item["metadata"]["name"]): item for item in ours} == real
 
 
 # --- compose
@@ -469,25 +450,6 @@ def test_compose_secrets_come_from_files(secure: Document) -> None:
         used = {value.removeprefix("/run/secrets/") for value in service["environment"].values()}
         assert used == given, name
     assert all(entry.keys() == {"file"} for entry in secure["secrets"].values())
-
-
-def compose_program() -> list[str]:
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    has_plugin = shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True)
-    return ["docker", "compose"] if has_plugin and has_plugin.returncode == 0 else []
-
-
-@pytest.mark.parametrize("files", (["docker-compose.yml"], ["docker-compose.yml", "deploy/compose/secure.yaml"]))
-def test_compose_accepts_its_files(files: list[str]) -> None:
-    """A field is misspelt or of the wrong type."""
-    program = compose_program()
-    if not program:
-        pytest.skip("docker compose is not installed")
-    options = [word for file in files for word in ("-f", file)]
-    command = [*program, *options, "--profile", "gpu", "config", "--quiet"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 # --- images

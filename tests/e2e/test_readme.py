@@ -100,7 +100,8 @@ def reader(servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_every_block_does_what_it_says(path: Path, reader: Reader) -> None:
     """A newcomer copies a block, and it fails, hangs or shows something else."""
     blocks = read_blocks(path)
-    assert blocks or path.name == "configuration.md", "a page without a single block says little"
+    generated = ("configuration.md", "scale.md")  # checked against their source elsewhere
+    assert blocks or path.name in generated, "a page without a single block says little"
     reader.read(blocks)
 
 

@@ -179,6 +179,8 @@ async def test_a_cancelled_submission_leaves_nothing_behind(cluster: Cluster, cl
         submitting.cancel()
         with suppress(asyncio.CancelledError):
             await client.cancel(await submitting)
+    store = cluster.engine._started().aggregator._store
+    await until(lambda: not list(store.running()))
     cluster.runner.gate.set()
     await until_idle(cluster.engine)
 
