@@ -54,7 +54,8 @@ class ServerProcess:
         raise RuntimeError(f"kev serve did not become ready: {self.log}")
 
     def begin_stop(self) -> None:
-        """Tell it to end, as an operator does."""
+        """Tell it to end, as an operator does; not before it listens to that."""
+        self.wait_ready()
         self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> int:
