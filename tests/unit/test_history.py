@@ -81,7 +81,7 @@ class Model:
     def outcome(self, request_id: str, index: int, nonce: str) -> Outcome:
         reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.TIMEOUT_QUEUED]
         reason = FinishReason.STOP if index == 0 else self.numbers.choice(reasons)
-        text = nonce + "..." if reason is FinishReason.STOP else nonce[: self.numbers.randint(0, 18)]
+        text = nonce + "..." if reason is FinishReason.STOP else nonce[: self.numbers.randint(0, 12)]
         return Outcome(
             reader="",
             request_id=request_id,
@@ -336,8 +336,8 @@ def test_an_empty_history_is_clean_and_says_that_it_is_empty() -> None:
 def test_a_submission_of_unknown_effect_owes_nothing() -> None:
     """A client whose every reply was lost cannot claim an answer; but a refusal by itself is known."""
     model = Model(0)
-    unknown = model.submission("a", ("<0000000000000001>",), Phase.INFO)
-    refused = model.submission("b", ("<0000000000000002>",), Phase.FAIL)
+    unknown = model.submission("a", ("<0000000001>",), Phase.INFO)
+    refused = model.submission("b", ("<0000000002>",), Phase.FAIL)
     report = check([*unknown, *refused])
     assert report.clean
     assert (report.num_questions, report.num_unknown) == (0, 1)
@@ -346,9 +346,9 @@ def test_a_submission_of_unknown_effect_owes_nothing() -> None:
 
 def test_a_request_that_may_be_forgotten() -> None:
     """After a flush an unattached request fails loudly; that is no loss, and only for that request."""
-    records = [*Model(0).submission("a", ("<0000000000000001>",), Phase.OK), Forgotten(request_id="a")]
+    records = [*Model(0).submission("a", ("<0000000001>",), Phase.OK), Forgotten(request_id="a")]
     assert check(records).clean
-    assert check([*records, *Model(0).submission("b", ("<0000000000000002>",), Phase.OK)]).counts()[Kind.LOST] == 1
+    assert check([*records, *Model(0).submission("b", ("<0000000002>",), Phase.OK)]).counts()[Kind.LOST] == 1
 
 
 def test_faults_and_commits_are_counted() -> None:

@@ -1,0 +1,68 @@
+"""A Redis or Valkey server of one's own, that survives its own death: AOF on, private folder, random loopback port.
+
+Not here: faults between it and its clients (``proxy``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import redis.asyncio as aioredis
+
+from tests.chaos.processes import Health, ServiceProcess, free_port
+from tests.contract.redis_servers import BINARIES
+
+_AOF_FOLDER = "appendonlydir"
+
+
+class RedisServer(ServiceProcess):
+    """One server. ``kill`` and ``start`` keep what was written; ``forget`` in between does not.
+
+    Attributes:
+        port: where it listens, the same in every life.
+    """
+
+    def __init__(self, folder: Path, kind: str = "valkey", *options: str) -> None:
+        """A server of a kind in ``tests.contract.redis_servers.BINARIES``."""
+        self.port = free_port()
+        command = [BINARIES[kind], "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder)]
+        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--loglevel", "warning", *options]
+        super().__init__(f"redis-{kind}", command, folder, _ping(self.port))
+
+    @property
+    def url(self) -> str:
+        """For clients."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def forget(self) -> None:
+        """Throw away what was written; only while it does not run."""
+        if self.running:
+            raise RuntimeError("a running server cannot be made to forget its files")
+        shutil.rmtree(self._folder / _AOF_FOLDER, ignore_errors=True)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[aioredis.Redis]:
+        """A client for looking and for breaking things."""
+        client = aioredis.Redis(port=self.port, protocol=2)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+
+def _ping(port: int) -> Health:
+    async def answers() -> bool:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(b"PING\r\n")
+            async with asyncio.timeout(2):
+                return await reader.readline() == b"+PONG\r\n"  # not while it loads
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+    return answers
