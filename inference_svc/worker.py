@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -61,6 +61,8 @@ class Worker:
         self._settings = settings
         self._make_detokenizer = make_detokenizer
         self._held: dict[tuple[str, int], Lease] = {}
+        self._num_deltas: dict[tuple[str, int], int] = {}
+        """Number of the last delta that was reported of each question."""
         self._events: asyncio.Queue[list[ChannelEvent]] = asyncio.Queue()
         self._slot_freed = asyncio.Event()
         self._sequence_ids = count(1)
@@ -159,25 +161,39 @@ class Worker:
         await self._finish(lease, result)
 
     async def _report_loop(self, engine: EngineThread) -> None:
+        """Report what there is, question beside question; text that has piled up goes out in one delta."""
         while True:
-            for event in await self._events.get():
-                lease = self._held.get((event.request_id, event.question_index))
-                if lease is None or lease.attempt != event.attempt:
-                    continue
-                if isinstance(event, ChannelResult):
-                    await self._finish(lease, event)
-                else:
-                    await self._emit(lease, event)
+            events = await self._events.get()
+            while not self._events.empty():
+                events += self._events.get_nowait()
+            by_question: dict[tuple[str, int], list[ChannelEvent]] = {}
+            for event in events:
+                by_question.setdefault((event.request_id, event.question_index), []).append(event)
+            await asyncio.gather(*(self._report(key, own) for key, own in by_question.items()))
             if engine.failure is not None:
                 for lease in list(self._held.values()):
                     await self._commit_error(lease, engine.failure)
                 raise engine.failure
+
+    async def _report(self, key: tuple[str, int], events: list[ChannelEvent]) -> None:
+        lease = self._held.get(key)
+        if lease is None:
+            return
+        for event in joined_deltas([event for event in events if event.attempt == lease.attempt]):
+            if isinstance(event, ChannelResult):
+                await self._finish(lease, event)
+            elif isinstance(event, ChannelDelta):
+                seq = self._num_deltas[key] = self._num_deltas.get(key, -1) + 1
+                await self._emit(lease, replace(event, seq=seq))
+            else:
+                await self._emit(lease, event)
 
     async def _finish(self, lease: Lease, result: ChannelResult) -> None:
         state = await self._patiently(partial(self._work.commit, lease, result))
         if state is CommitState.STALE:
             _LOG.warning("outcome of %s[%d] came too late", result.request_id, result.question_index)
         self._held.pop(lease.item.key, None)
+        self._num_deltas.pop(lease.item.key, None)
         self._slot_freed.set()
 
     async def _renew_loop(self, engine: EngineThread) -> None:
@@ -214,3 +230,15 @@ class Worker:
                     raise
                 _LOG.warning("the work streams cannot be reached; trying again: %s", error)
                 await asyncio.sleep(_RETRY_PAUSE_S)
+
+
+def joined_deltas(events: list[ChannelEvent]) -> list[ChannelEvent]:
+    """The events of one question with neighbouring deltas made into one; their ``seq`` is to be given anew."""
+    joined: list[ChannelEvent] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, ChannelDelta) and isinstance(last, ChannelDelta):
+            joined[-1] = replace(event, text=last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
