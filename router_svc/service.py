@@ -240,7 +240,8 @@ class RouterService:
     async def _register(self, submission: Submission, placements: list[Placement]) -> bool:
         spec = submission.spec
         try:
-            is_new = await self._registry.register(submission.record(placements))
+            submission.record = record = submission.make_record(placements)
+            is_new = await self._registry.register(record)
         except BaseException as error:
             self._drop_all(submission)
             if not isinstance(error, KevError):
@@ -317,18 +318,24 @@ class RouterService:
                     self._end(key)
                 if self._clock.monotonic() >= next_search_s:
                     next_search_s = self._clock.monotonic() + _SEARCH_INTERVAL_S
-                    self._publish_again(await board.lost([key for key in published if key in self._open]))
+                    await self._publish_again(await board.lost([key for key in published if key in self._open]))
             except KevError:
                 _log.exception("could not look for outcomes; trying again")
 
-    def _publish_again(self, lost: list[tuple[str, int]]) -> None:
+    async def _publish_again(self, lost: list[tuple[str, int]]) -> None:
+        """Publish lost questions again; whoever lost them may have lost the registration of their request too."""
+        known: set[Submission] = set()
         for key in lost:
             question = self._open.get(key)
-            if question is not None:
-                _log.warning("question %d of request %s was lost on its way; published again", key[1], key[0])
-                question.claimed = False
-                self._to_publish.append(question)
-                self._wake_up.set()
+            if question is None or question.submission.record is None:
+                continue
+            if question.submission not in known:
+                await self._registry.register(question.submission.record)
+                known.add(question.submission)
+            _log.warning("question %d of request %s was lost on its way; published again", key[1], key[0])
+            question.claimed = False
+            self._to_publish.append(question)
+            self._wake_up.set()
 
     async def _publish_waiting(self) -> None:
         """One turn of ``run``: wait for something to do, then do all of it."""

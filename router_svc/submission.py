@@ -101,6 +101,8 @@ class Submission:
         )
         self.registered = False
         """Set by the service when the aggregator knows the request; nothing is published before."""
+        self.record: RequestRecord | None = None
+        """What the service registers; kept to register it again if it is lost."""
         self.failure: KevError | None = None
         self._unsettled = set(range(len(prepared)))
         self._settled = asyncio.Event()
@@ -136,7 +138,7 @@ class Submission:
         if self.failure is not None:
             raise self.failure
 
-    def record(self, placements: list[Placement]) -> RequestRecord:
+    def make_record(self, placements: list[Placement]) -> RequestRecord:
         """The registration of the request."""
         return RequestRecord(
             request_id=self.spec.request_id,

@@ -11,11 +11,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from redis.asyncio import Redis
 
 from aggregator_svc.service import AggregatorService
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import load_config
+from common.errors import RequestNotFoundError
 from common.redis_link import RedisLink
 from common.redis_registry import RedisRegistry
 from common.redis_settings import LinkSettings, RedisTransportSettings
@@ -208,3 +210,19 @@ async def test_cancel_crosses_redis(deployment: Deployment) -> None:
             while node.stats().num_running or any(channel.num_queued for channel in router.channels()):
                 await asyncio.sleep(0.02)
         assert node.stats().kv_bytes_used == 0
+
+
+async def test_a_flushed_store_costs_an_attached_request_nothing(deployment: Deployment) -> None:
+    """FLUSHALL while a client waits: the router registers and publishes again what nobody has."""
+    async with deployment.router() as router:
+        request_id = await router.submit(_spec(["a", "b", "c"]))
+        async with Redis.from_url(deployment.url) as client:
+            await client.flushall()
+        async with deployment.aggregator() as aggregator, deployment.node("node-a", lambda q: q * 2):
+            async with asyncio.timeout(20):
+                while True:
+                    with suppress(RequestNotFoundError):
+                        view = await aggregator.wait(request_id, 20)
+                        break
+                    await asyncio.sleep(0.05)
+    assert [result.text for result in view.results] == ["aa", "bb", "cc"]

@@ -735,8 +735,10 @@ async def test_a_lost_question_is_published_again() -> None:
     house = House(board)
     async with house.running():
         await house.router.submit(spec_of("r", 2))
+        registered = house.registry.records.pop("r")
         board.gone.add(("r", 1))
         await _until(lambda: len(house.work.items) == 3)
         assert house.work.keys == [("r", 0), ("r", 1), ("r", 1)]
         assert house.work.items[2].channel_id == house.work.items[1].channel_id
         assert sum(house.loads) == 2
+        assert house.registry.records == {"r": registered}, "whoever lost the question may have lost its request"
