@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check check-static check-protos run proto format clean
+.PHONY: help install demo test chaos check check-static check-protos run proto format clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -40,6 +40,9 @@ run: $(STAMP)  ## serve HTTP on http://127.0.0.1:8765
 
 test: check-static  ## the static checks and every test
 	$(BIN)/python -m pytest -q --durations=10
+
+chaos: $(STAMP)  ## break a real cluster: the fault matrix, then random faults (KEV_CHAOS_SECONDS, KEV_CHAOS_SEED)
+	$(BIN)/python -m pytest -q -m chaos -p no:cacheprovider --durations=10 tests/chaos
 
 check: check-static  ## the static checks and the quick tests
 	$(BIN)/python -m pytest -q tests/unit tests/contract

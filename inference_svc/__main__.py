@@ -104,6 +104,7 @@ class NodeProcess:
             fingerprint=tokenizer.fingerprint,
             eos_ids=tokenizer.eos_ids,
             lease_timeout_s=self._config.cluster.lease_timeout_s,
+            max_attempts=self._config.cluster.max_attempts,
             strict_refusal=node.report.reason,
         )
         worker = Worker(self._transport, SystemClock(), settings, lambda: Detokenizer(tokenizer))

@@ -42,6 +42,8 @@ class WorkerSettings:
     """Model and tokenizer of this node; items for another one are handed back."""
     eos_ids: frozenset[int]
     lease_timeout_s: float = 15.0
+    max_attempts: int = 3
+    """Deliveries of a question; the last one runs alone on its node."""
     strict_refusal: str = ""
     """Why this node cannot keep level strict; empty when it can. Such questions end with an error, never unverified."""
 
@@ -112,8 +114,28 @@ class Worker:
                 await self._slot_freed.wait()
                 continue
             leases = await self._patiently(partial(self._work.lease, free, _LEASE_WAIT_S))
+            suspect = next((lease for lease in leases if lease.attempt >= self._settings.max_attempts), None)
+            if suspect is not None:
+                await self._take_alone(suspect, [lease for lease in leases if lease is not suspect], engine)
+                continue
             for lease in leases:
                 await self._take(lease, engine)
+
+    async def _take_alone(self, suspect: Lease, others: list[Lease], engine: EngineThread) -> None:
+        """Give a question its last try without company: one that kills its node then takes nobody along."""
+        for lease in others:
+            await self._patiently(partial(self._work.hand_back, lease))
+        self._held[suspect.item.key] = suspect  # renewed while it waits for the others to end
+        await self._until_only(suspect)
+        self._held.pop(suspect.item.key, None)
+        await self._take(suspect, engine)
+        await self._until_only(None)
+
+    async def _until_only(self, lease: Lease | None) -> None:
+        """Wait until nothing else is held."""
+        while any(held is not lease for held in self._held.values()):
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
 
     async def _take(self, lease: Lease, engine: EngineThread) -> None:
         if lease.item.fingerprint != self._settings.fingerprint:

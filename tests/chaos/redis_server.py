@@ -1,4 +1,7 @@
-"""A Redis or Valkey server of one's own, that survives its own death: AOF on, private folder, random loopback port.
+"""A Redis or Valkey server of one's own, started as ``kev up`` starts it: AOF, private folder, random loopback port.
+
+Invariants and semantics: what it has acknowledged survives its own death (not the machine's), unless ``forget`` comes
+between two lives.
 
 Not here: faults between it and its clients (``proxy``).
 """
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import redis.asyncio as aioredis
 
+from kev.up.commands import store_command
 from tests.chaos.processes import Health, ServiceProcess, free_port
 from tests.contract.redis_servers import BINARIES
 
@@ -29,8 +33,7 @@ class RedisServer(ServiceProcess):
     def __init__(self, folder: Path, kind: str = "valkey", *options: str) -> None:
         """A server of a kind in ``tests.contract.redis_servers.BINARIES``."""
         self.port = free_port()
-        command = [BINARIES[kind], "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder)]
-        command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always", "--loglevel", "warning", *options]
+        command = [*store_command(BINARIES[kind], str(folder), self.port), "--loglevel", "warning", *options]
         super().__init__(f"redis-{kind}", command, folder, _ping(self.port))
 
     @property
