@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from aggregator_svc.audit import Moment, build_result
 from aggregator_svc.transcript import Change, Transcript
@@ -40,6 +40,7 @@ from common.types import (
 )
 
 _ANSWERS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+_TIMEOUTS = frozenset({FinishReason.TIMEOUT_QUEUED, FinishReason.TIMEOUT_RUNNING})
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +180,9 @@ class Collector:
         if question.result is not None:
             self._late[outcome.question_index, outcome.attempt] += 1
             return False
+        if outcome.finish_reason in _TIMEOUTS and outcome.error is None:
+            # A node that notices the deadline first says so in the same words.
+            outcome = replace(outcome, error=_out_of_time(question, outcome.finish_reason).info)
         transcript = question.transcript
         text = transcript.final_text(outcome.text, is_answer=outcome.finish_reason in _ANSWERS)
         result = build_result(
@@ -288,11 +292,16 @@ class Collector:
 
 
 def _timed_out(question: _Question) -> tuple[FinishReason, ErrorInfo]:
-    record = question.record
     running = question.transcript.attempt > 0
-    error = DeadlineExceededError(
+    reason = FinishReason.TIMEOUT_RUNNING if running else FinishReason.TIMEOUT_QUEUED
+    return reason, _out_of_time(question, reason).info
+
+
+def _out_of_time(question: _Question, reason: FinishReason) -> DeadlineExceededError:
+    record = question.record
+    running = reason is FinishReason.TIMEOUT_RUNNING
+    return DeadlineExceededError(
         f"question {record.question_index} was still {'running' if running else 'waiting'} on channel "
         f"{question.channel_id} when its {record.timeout_ms} ms were used up; give it a larger timeout_ms"
         + (" or fewer max_tokens" if running else " or lower the load")
     )
-    return (FinishReason.TIMEOUT_RUNNING if running else FinishReason.TIMEOUT_QUEUED), error.info

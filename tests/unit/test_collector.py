@@ -527,3 +527,11 @@ def test_a_neighbour_changes_nothing(data: st.DataObject, neighbour_timeout_ms: 
         return result, stream
 
     assert run(with_neighbour=True) == run(with_neighbour=False)
+
+
+def test_a_timeout_that_the_node_noticed_first_says_why_too() -> None:
+    """Node and collector watch the same deadline; whoever is first, the caller reads the same sentence."""
+    collector = Collector(request([question(0, timeout_ms=400)]), moment(0.0))
+    assert collector.place(outcome("so far", finish_reason=FinishReason.TIMEOUT_RUNNING), moment(0.4))
+    (result,) = collector.view().results
+    assert result.error is not None and result.error.reason == "BUDGET_SPENT" and "400 ms" in result.error.message
