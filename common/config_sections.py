@@ -256,8 +256,6 @@ class ClusterConfig(Section):
     """host:port that clients and the gateway dial for the router."""
     aggregator_address: str = Field(default="127.0.0.1:50052", min_length=1)
     """host:port that clients and the gateway dial for the aggregator."""
-    inference_address: str = Field(default="127.0.0.1:50053", min_length=1)
-    """host:port that clients and the gateway dial for an inference node."""
     bind_host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     """Address that the services listen on."""
     router_port: int = Field(default=50051, ge=0, le=65_535)

@@ -129,7 +129,6 @@ def _cluster_config(config: Config, ports: Ports, surroundings: Surroundings, *,
         "router_port": ports.router,
         "aggregator_address": f"{HOST}:{ports.aggregator}",
         "aggregator_port": ports.aggregator,
-        "inference_address": f"{HOST}:{ports.inference[0]}",
         "inference_port": ports.inference[0],
     }
     if no_model:

@@ -213,7 +213,6 @@ class Cluster:
             "redis_url": self.redis.url,
             "router_address": f"127.0.0.1:{self._ports['router-0']}",
             "aggregator_address": f"127.0.0.1:{self._ports['aggregator-0']}",
-            "inference_address": f"127.0.0.1:{self._ports['inference-0']}",
         }
         self._config_path.write_text(yaml.safe_dump({"kev": sections}), encoding="utf-8")
 

@@ -61,7 +61,6 @@ def check_config(text: str, folder: Path, hosts: Mapping[Role, str]) -> Config:
     for role, address in (
         (Role.ROUTER, config.cluster.router_address),
         (Role.AGGREGATOR, config.cluster.aggregator_address),
-        (Role.INFERENCE, config.cluster.inference_address),
     ):
         assert address == f"{hosts[role]}:{PORTS[role]}"
     return config
