@@ -45,7 +45,7 @@ chaos: $(STAMP)  ## break a real cluster: the fault matrix, then random faults (
 	$(BIN)/python -m pytest -q -m chaos -p no:cacheprovider --durations=10 tests/chaos
 
 check: check-static  ## the static checks and the quick tests
-	$(BIN)/python -m pytest -q tests/unit tests/contract
+	$(BIN)/python -m pytest -q -m 'not store and not chaos' tests/unit tests/contract
 
 check-static: $(STAMP) check-protos  ## format, lint, types, import contracts, protos
 	$(BIN)/ruff format --check --quiet .

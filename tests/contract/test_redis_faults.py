@@ -29,7 +29,7 @@ from tests.contract.redis_proxy import LossyProxy, lossy_proxy
 from tests.contract.redis_servers import free_port, running_server
 from tests.contract.transport_suite import LONG_S, Ends, keys, make_item, outcome, started
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_for_ever")
+pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
 ECHO = Script.of("return ARGV[1]")
 BAD = Script.of("return redis.call('NOSUCH')")

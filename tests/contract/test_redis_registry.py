@@ -20,7 +20,7 @@ from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import lossy_proxy
 from tests.contract.transport_suite import keys, make_item, outcome
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_for_ever")
+pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
 
 def make_record(request_id: str = "r", digest: str = "d", *timeouts_ms: int) -> RequestRecord:

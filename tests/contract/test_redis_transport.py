@@ -44,7 +44,7 @@ from tests.contract.transport_suite import (
     started,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_stays_for_ever")
+pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
 
 class TestRedisTransport(TransportSuite):

@@ -450,7 +450,7 @@ async def test_chaos_kills_ready_nodes_and_says_so(tmp_path: Path) -> None:
 PARENT = """
 import asyncio, sys
 from pathlib import Path
-from tests.unit.test_up import Cluster
+from tests.integration.test_up import Cluster
 async def main():
     cluster = Cluster(Path(sys.argv[1]))
     running = asyncio.create_task(cluster.run())
@@ -584,7 +584,7 @@ from rich.console import Console
 from kev.up import run
 from kev.up.plan import ClusterPlan, Ports
 from kev.up.screen import Screen
-from tests.unit.test_up import Cluster
+from tests.integration.test_up import Cluster
 folder = Path(sys.argv[1])
 stand_in = Cluster(folder)
 run.Child = lambda spec, settings, clock, on_change: type(stand_in.children[0])(
