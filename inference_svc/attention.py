@@ -33,6 +33,8 @@ from inference_svc.plan import ForwardShapes, Segment, StepKind, StepPlan
 class Backend(StrEnum):
     """Implementation of the isolated attention."""
 
+    NATIVE = "native"
+    """Kev's own kernels (``native_forward``); not a function of transformers."""
     CPU = "cpu"
     REFERENCE = "reference"
     FLEX = "flex"
@@ -44,9 +46,19 @@ class Backend(StrEnum):
 
 
 _HARMLESS_KEYWORDS = frozenset(
-    {"position_ids", "use_cache", "cache_position", "output_attentions", "is_causal", "cache"}
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "is_causal", "cache"}
 )
 """Keywords that models hand to attention and that do not change what Kev computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One layer's attention call."""
+
+    layer: int
+    scaling: float
+    window: int | None
+    softcap: float | None
 
 
 @dataclass(slots=True)
@@ -59,7 +71,8 @@ class ForwardContext:
     """``[T]`` int64: arena position of each used row."""
     masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     """By (row, window): built once per forward, the same for every layer with that window."""
-    layers_seen: set[int] = field(default_factory=set)
+    calls: dict[int, LayerCall] = field(default_factory=dict)
+    """What each layer called its attention with."""
     rows_per_segment: int = 1
     """Most rows a segment of this kind of forward can have."""
     min_segments: int = 1
@@ -83,16 +96,6 @@ class ForwardContext:
     def num_used(self) -> int:
         """Rows that carry a token: ``T``."""
         return self.arena_rows.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCall:
-    """One layer's attention call."""
-
-    layer: int
-    scaling: float
-    window: int | None
-    softcap: float | None
 
 
 def first_visible(position: int, window: int | None) -> int:
@@ -225,11 +228,11 @@ def _hook(body: AttentionBody) -> Callable[..., tuple[torch.Tensor, None]]:
         layer = module.layer_idx
         if not isinstance(layer, int):
             raise UnsupportedModelError(f"{type(module).__name__} has no layer index; Kev cannot give it a KV cache")
-        kev_context.layers_seen.add(layer)
         used = kev_context.num_used
         kev_context.cache.write(layer, kev_context.arena_rows, key[0, :, :used], value[0, :, :used])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        return body(query, LayerCall(layer, scale, sliding_window, softcap), kev_context), None
+        call = kev_context.calls[layer] = LayerCall(layer, scale, sliding_window, softcap)
+        return body(query, call, kev_context), None
 
     return attention
 

@@ -19,6 +19,7 @@ from typing import Protocol
 from common.errors import EngineDeadError, KevError, UnsupportedModelError
 from common.types import ChannelEvent
 from inference_svc.plan import StepOutput, StepPlan
+from inference_svc.replay import Replayer
 from inference_svc.scheduler import Scheduler
 from inference_svc.sequence import Sequence
 
@@ -43,16 +44,19 @@ class Runner(Protocol):
 class EngineCore:
     """Scheduler and runner, step by step."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, replayer: Replayer | None = None) -> None:
         self.scheduler = scheduler
         self._runner = runner
+        self._replayer = replayer
 
     def step(self) -> list[ChannelEvent]:
         """One schedule, one forward, one update; returns what there is to report."""
         plan = self.scheduler.schedule()
         if plan is None:
             return self.scheduler.take_events()
-        return self.scheduler.update(plan, self._execute(plan))
+        events = self.scheduler.update(plan, self._execute(plan))
+        ended = self.scheduler.take_ended()
+        return events if self._replayer is None else self._replayer.checked(events, ended)
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         try:

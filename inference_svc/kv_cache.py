@@ -29,6 +29,7 @@ class KVCache:
             device: where the tensors live.
         """
         heads = geometry.num_kv_heads
+        self.num_positions = num_positions
         self.keys = [
             torch.zeros(num_positions, heads, geometry.key_head_size, dtype=dtype, device=device)
             for _ in range(geometry.num_layers)

@@ -8,11 +8,13 @@ Not here: finding the model (``kev.models``), running it (``node``).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from common.cache_dir import cache_root
 from common.config import Config
 from common.ports import Clock
 from common.tokenization import Tokenizer
@@ -47,9 +49,10 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
     load_settings = LoadSettings(
         precision=core.precision,
         max_context=core.max_context,
-        backend=_backend(core.backend, core.device),
+        backend=None if core.backend == "auto" else Backend(core.backend),
         device=core.device,
         num_threads=core.num_threads,
+        image_dir=cache_root(core.cache_dir or None, os.environ) / "packed" if core.keep_packed else None,
     )
     model = load_model(path, load_settings)
     settings = NodeSettings(
@@ -61,13 +64,8 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
         kv_cache=isolation.kv_cache,
         level=isolation.level,
         forward_log=config.debug.forward_log,
+        replay_rate=isolation.replay_rate,
         eos_ids=tokenizer.eos_ids,
     )
     projection = projection_table(model, router.semantic_planes, router.hash_key)
     return OpenedNode(Node(model, settings, clock), tokenizer, projection)
-
-
-def _backend(name: str, device: str) -> Backend:
-    if name == "auto":
-        return Backend.FLEX if device.startswith("cuda") else Backend.CPU
-    return Backend(name)

@@ -4,7 +4,8 @@ Invariants and semantics: weights come from safetensors only. An architecture is
 causal attention (full or sliding) that goes through transformers' attention interface, and when nothing in it lets
 one row's numbers depend on another row: recurrent layers, encoder-decoders, mixtures of experts on stock float kernels
 and rotary scalings that look at the longest row are refused with the reason and the way out. Fail closed: what is not
-known to be safe is refused.
+known to be safe is refused. Kev's own kernels run what they know (``decoder``) and have been compared with
+transformers (``native_check``); left to choose, the loader takes torch where they cannot.
 
 Not here: finding the model (``kev.models``), proving the forward on this machine (``probe``).
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import lcm
 from pathlib import Path
@@ -22,14 +23,28 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from common.errors import ConfigError, ModelError, UnsupportedModelError
+from common.errors import ConfigError, InvariantError, ModelError, UnsupportedModelError
 from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
+from inference_svc.decoder import FAMILIES, read_decoder
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
+from inference_svc.forward import Forward
+from inference_svc.int8_linear import quantize_linears
+from inference_svc.kernels.layout import Precision
+from inference_svc.kernels.library import Library, kernels
+from inference_svc.kv_cache import KVCache
 from inference_svc.memory_plan import KVGeometry
+from inference_svc.native_check import ModelSize, check_against, reference_of
+from inference_svc.native_forward import NativeForward
+from inference_svc.native_image import open_image, save_image
+from inference_svc.native_model import NativeModel
+from inference_svc.plan import ForwardShapes
+from inference_svc.torch_forward import TorchForward
 
 _LOG = logging.getLogger("kev.model")
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
+"""Type of keys and values, and of the weights as they are loaded."""
+_NATIVE_PRECISIONS = {"fp32": Precision.F32, "bf16": Precision.BF16, "int8": Precision.I8}
 _BODIES: Mapping[Backend, AttentionBody] = {
     Backend.CPU: cpu_attention,
     Backend.REFERENCE: reference_attention,
@@ -44,24 +59,53 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for the isolated forward."""
+    """A model ready for the isolated forward: either transformers' module or packed for Kev's kernels."""
 
-    module: PreTrainedModel
+    module: PreTrainedModel | None
+    native: NativeModel | None
     geometry: KVGeometry
+    precision: str
     dtype: torch.dtype
+    """Of keys and values."""
     device: torch.device
     backend: Backend
     vocab_size: int
     max_context: int
     """Positions of one channel: the smaller of the configured limit and the model's own."""
     fingerprint: str
-    """SHA-256 over configuration, tensor layout, sampled weight pages, precision and backend."""
+    """SHA-256 over configuration, tensor layout, sampled weight pages, precision, backend and kernels."""
 
     @property
     def alignment_positions(self) -> int:
         """Positions at whose multiples KV extents start."""
         blocks = BLOCK_POSITIONS if self.backend is Backend.FLEX else 1
         return lcm(self.geometry.alignment_positions, blocks)
+
+    def shapes(self, max_slots: int, prefill_rows: int, segment_tokens: int) -> ForwardShapes:
+        """How many rows its forwards have: as many as there are where the kernels allow it."""
+        return ForwardShapes.of(max_slots, prefill_rows, segment_tokens, ragged=self.native is not None)
+
+    def forward_over(self, cache: KVCache, shapes: ForwardShapes) -> Forward:
+        """A forward that reads and writes an arena.
+
+        Raises:
+            MemoryError: there is no room for its working memory.
+        """
+        if self.native is not None:
+            return NativeForward(_library(), self.native, cache, shapes, torch.get_num_threads())
+        return TorchForward(self._module(), cache, shapes, self.device)
+
+    def embedding_rows(self, first: int, last: int) -> torch.Tensor:
+        """Embeddings ``[last - first, hidden]`` float32, on the CPU, of tokens ``[first, last)``."""
+        if self.native is not None:
+            return self.native.embedding_rows(first, last, _library())
+        weight: torch.Tensor = self._module().get_input_embeddings().weight
+        return weight[first:last].float().cpu()
+
+    def _module(self) -> PreTrainedModel:
+        if self.module is None:
+            raise InvariantError("the model has neither a module nor packed weights")
+        return self.module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +114,13 @@ class LoadSettings:
 
     precision: str
     max_context: int
-    backend: Backend = Backend.CPU
+    backend: Backend | None = Backend.CPU
+    """None: Kev's kernels where they know the model, else torch."""
     device: str = "cpu"
     num_threads: int = 0
     """Threads of one forward; 0 keeps torch's default (all cores)."""
+    image_dir: Path | None = None
+    """Where packed models are kept for the next start; None: nowhere."""
 
 
 def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
@@ -84,56 +131,137 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         ModelError: the directory cannot be read.
         UnsupportedModelError: the architecture cannot be isolated.
     """
-    dtype = _dtype(settings.precision)
-    _register_backends()
-    transformers_logging.disable_progress_bar()
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     config = _read_config(path)
     _warn_about_precision(settings.precision, config)
+    chosen = _chosen_backend(settings, config.model_type)
     max_context = _max_context(config, settings.max_context)
-    check_architecture(config, max_context)
-    name = settings.backend.attention_name
+    check_architecture(config, max_context, chosen.backend or Backend.CPU)
+    fingerprint = fingerprint_of(path, chosen)
+    image = _image_path(chosen, fingerprint)
+    native = None if image is None else open_image(image, fingerprint)
+    if native is not None and native.model.max_context >= max_context:
+        native.model.max_context = max_context
+        return _described(None, native, config, chosen, fingerprint)
+    module = _read_module(path, config, chosen)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=name, use_safetensors=True, local_files_only=True
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    module = module.eval().requires_grad_(False).to(settings.device)
-    return wrap_model(module, settings, fingerprint=fingerprint_of(path, settings))
+        model = wrap_model(module, chosen, fingerprint=fingerprint)
+        if image is not None and model.native is not None:
+            save_image(model.native, image, fingerprint)
+        return model
+    except UnsupportedModelError as error:
+        if settings.backend is not None or chosen.backend is not Backend.NATIVE:
+            raise
+        _LOG.warning("the native kernels cannot run this model, torch does: %s", error)
+        return load_model(path, replace(settings, backend=Backend.CPU))
 
 
 def wrap_model(module: PreTrainedModel, settings: LoadSettings, *, fingerprint: str) -> LoadedModel:
-    """Check a model that is already in memory and describe it.
+    """Check a model that is already in memory and make it ready; the native backend takes its weights.
 
     Raises:
-        UnsupportedModelError: the architecture cannot be isolated.
+        UnsupportedModelError: the architecture cannot be isolated, or not by this backend.
     """
     _register_backends()
-    module.set_attn_implementation(settings.backend.attention_name)
+    backend = settings.backend or Backend.CPU
+    native = backend is Backend.NATIVE
+    module.set_attn_implementation((Backend.CPU if native else backend).attention_name)
     config = module.config.get_text_config()
     max_context = _max_context(config, settings.max_context)
-    check_architecture(config, max_context)
+    check_architecture(config, max_context, backend)
     if not getattr(module, "_supports_attention_backend", False):
         message = f"{type(module).__name__} does not use transformers' attention interface, so its channels cannot be"
         raise UnsupportedModelError(
             f"{message} separated; use a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
-    weight = next(module.parameters())
+    native_model = _packed(module, config, settings) if native else None
+    if not native and settings.precision == "int8":
+        quantize_linears(module)
+    return _described(None if native else module, native_model, config, settings, fingerprint)
+
+
+def _described(
+    module: PreTrainedModel | None,
+    native: NativeModel | None,
+    config: PretrainedConfig,
+    settings: LoadSettings,
+    fingerprint: str,
+) -> LoadedModel:
+    weight = None if module is None else next(module.parameters())
+    dtype = _dtype(settings.precision) if weight is None else weight.dtype
     return LoadedModel(
         module=module,
-        geometry=_geometry(config, weight.dtype),
-        dtype=weight.dtype,
-        device=weight.device,
-        backend=settings.backend,
+        native=native,
+        geometry=_geometry(config, dtype),
+        precision=settings.precision,
+        dtype=dtype,
+        device=torch.device("cpu") if weight is None else weight.device,
+        backend=settings.backend or Backend.CPU,
         vocab_size=int(config.vocab_size),
-        max_context=max_context,
+        max_context=_max_context(config, settings.max_context),
         fingerprint=fingerprint,
     )
 
 
-def check_architecture(config: PretrainedConfig, max_context: int) -> None:
+def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings) -> NativeModel:
+    """Packed weights that give transformers' logits. The module is empty afterwards."""
+    library = _library()
+    dtype = next(module.parameters()).dtype
+    size = ModelSize(
+        geometry=_geometry(config, dtype),
+        kv_dtype=dtype,
+        max_context=_max_context(config, settings.max_context),
+        vocab_size=int(config.vocab_size),
+    )
+    reference = reference_of(module, size)
+    decoder = read_decoder(module, reference.calls, size.max_context)
+    kv_precision = Precision.F32 if dtype is torch.float32 else Precision.BF16
+    packed = NativeModel.pack(decoder, _NATIVE_PRECISIONS[settings.precision], kv_precision, library)
+
+    def forward_over(cache: KVCache, shapes: ForwardShapes) -> Forward:
+        return NativeForward(library, packed, cache, shapes, torch.get_num_threads())
+
+    check_against(reference, forward_over, size, settings.precision)
+    return packed
+
+
+def _image_path(settings: LoadSettings, fingerprint: str) -> Path | None:
+    if settings.backend is not Backend.NATIVE or settings.image_dir is None:
+        return None
+    return settings.image_dir / f"{fingerprint[:32]}.kevmodel"
+
+
+def _library() -> Library:
+    found = kernels()
+    if isinstance(found, Library):
+        return found
+    raise UnsupportedModelError(f"core.backend native is not available here: {found}; set core.backend: auto")
+
+
+def _chosen_backend(settings: LoadSettings, model_type: str) -> LoadSettings:
+    """The settings with a backend."""
+    if settings.backend is not None:
+        return settings
+    if settings.device.startswith("cuda"):
+        return replace(settings, backend=Backend.FLEX)
+    usable = isinstance(kernels(), Library) and settings.precision in _NATIVE_PRECISIONS and model_type in FAMILIES
+    return replace(settings, backend=Backend.NATIVE if usable else Backend.CPU)
+
+
+def _read_module(path: Path, config: PretrainedConfig, settings: LoadSettings) -> PreTrainedModel:
+    _register_backends()
+    transformers_logging.disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=_dtype(settings.precision), use_safetensors=True, local_files_only=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
+    return module.eval().requires_grad_(False).to(settings.device)
+
+
+def check_architecture(config: PretrainedConfig, max_context: int, backend: Backend = Backend.CPU) -> None:
     """Refuse what cannot be isolated.
 
     Raises:
@@ -150,9 +278,12 @@ def check_architecture(config: PretrainedConfig, max_context: int) -> None:
         found = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "recurrent state"
         message = f"{kind} has layers that carry state outside the KV cache ({found}), which cannot be split by channel"
         raise UnsupportedModelError(f"{message}; use a model with full or sliding attention only")
-    if any((getattr(text, sign, None) or 0) > 1 for sign in _EXPERT_SIGNS):
+    if backend is not Backend.NATIVE and any((getattr(text, sign, None) or 0) > 1 for sign in _EXPERT_SIGNS):
         message = f"{kind} routes tokens to experts: the shapes of its float kernels depend on the neighbours' tokens"
-        raise UnsupportedModelError(f"{message}, so strict isolation cannot be kept; use a dense model")
+        raise UnsupportedModelError(
+            f"{message}, so strict isolation cannot be kept; use a dense model, or core.backend: native where it knows "
+            "the model"
+        )
     _check_rotary(kind, text, max_context)
 
 
@@ -170,7 +301,8 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
             for page in range(_PAGES):
                 handle.seek(max(0, size - _PAGE_BYTES) * page // (_PAGES - 1))
                 digest.update(handle.read(_PAGE_BYTES))
-    digest.update(f"{settings.precision}:{settings.backend}:{settings.device}:torch-{torch.__version__}".encode())
+    kind = f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
+    digest.update(f"{settings.precision}:{settings.backend}:{settings.device}:{kind}".encode())
     return digest.hexdigest()
 
 
@@ -180,8 +312,6 @@ def _register_backends() -> None:
 
 
 def _dtype(precision: str) -> torch.dtype:
-    if precision == "int8":
-        raise ConfigError("core.precision int8 is not offered in this version; use bf16, fp16 or fp32")
     if precision not in _DTYPES:
         raise ConfigError(f"core.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
     return _DTYPES[precision]

@@ -1,11 +1,9 @@
 """Runs a step plan: one isolated forward over packed rows, then one token per question that wants one.
 
-Invariants and semantics: the forward always has the row count of its kind; unused rows hold token 0 and see nothing.
-Logits are computed for the last row of each question only, always for the same number of rows. Before the forward the
-ledger confirms every read and write; a question that fails there, or whose logits are not finite, fails alone. Running
-out of memory fails the questions of that forward, not the engine.
+Invariants and semantics: before the forward the ledger confirms every read and write; a question that fails there, or
+whose logits are not finite, fails alone. Running out of memory fails the questions of that forward, not the engine.
 
-Not here: the decision what to run (``scheduler``).
+Not here: the decision what to run (``scheduler``), the forward itself (``torch_forward``, ``native_forward``).
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ from typing import Protocol
 
 import torch
 
-from common.errors import InvariantError, KevError, OutOfMemoryError, UnsupportedModelError
-from inference_svc.attention import ForwardContext
-from inference_svc.kv_cache import KVCache
+from common.errors import InvariantError, KevError, OutOfMemoryError
+from inference_svc.forward import BestToken, Forward, RowOutput, WantedRow
 from inference_svc.mask_summary import ForwardLog, check_segment, overlapping, segment_digest
-from inference_svc.model_loader import LoadedModel
-from inference_svc.plan import ForwardShapes, Segment, StepOutput, StepPlan
+from inference_svc.plan import Segment, StepOutput, StepPlan
 from inference_svc.sampled import SampledToken
 from inference_svc.sampler import Sampler, SamplerState
 from inference_svc.slots import KVLedger
@@ -36,21 +32,11 @@ class LogitsObserver(Protocol):
 
 
 class ModelRunner:
-    """Owns the model, the KV tensors and the samplers' state. Used by one thread."""
+    """Owns the samplers' state. Used by one thread."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        cache: KVCache,
-        ledger: KVLedger,
-        shapes: ForwardShapes,
-        sampler: Sampler,
-        forward_log: ForwardLog,
-    ) -> None:
-        self._model = model
-        self._cache = cache
+    def __init__(self, forward: Forward, ledger: KVLedger, sampler: Sampler, forward_log: ForwardLog) -> None:
+        self._forward = forward
         self._ledger = ledger
-        self._shapes = shapes
         self._sampler = sampler
         self._log = forward_log
         self._states: dict[int, SamplerState] = {}
@@ -66,55 +52,46 @@ class ModelRunner:
             return StepOutput(errors=errors)
         plan = _repacked(plan, sound) if errors else plan
         self._log.write(plan)
-        wanted = [segment for segment in plan.segments if segment.sampling is not None]
+        wanted = [self._wanted(segment) for segment in plan.segments if segment.sampling is not None]
         try:
-            logits = self._forward(plan, wanted)
+            outputs = self._forward.run(plan, wanted)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
             return StepOutput(errors=errors | _out_of_memory(plan.segments))
-        tokens = self._sample(wanted, logits, errors)
+        tokens = self._sample(wanted, outputs, errors)
         return StepOutput(tokens=tokens, errors=errors)
+
+    def drop(self, sequence_id: int) -> None:
+        """Forget a sequence that has ended."""
+        self._states.pop(sequence_id, None)
 
     def forget(self) -> None:
         """Drop the samplers' state of all sequences."""
         self._states.clear()
 
-    @torch.inference_mode()
-    def _forward(self, plan: StepPlan, wanted: list[Segment]) -> torch.Tensor:
-        """Logits ``[decode_rows, V]``; row i belongs to ``wanted[i]``, the rest is padding."""
-        device = self._model.device
-        padding = plan.num_rows - plan.num_used
-        ids = [token for segment in plan.segments for token in segment.token_ids] + [0] * padding
-        positions = [p for segment in plan.segments for p in range(segment.position, segment.end)] + [0] * padding
-        last_rows = [segment.row + segment.num_rows - 1 for segment in wanted]
-        last_rows += [0] * (self._shapes.decode_rows - len(last_rows))
-        context = ForwardContext.of(plan, self._shapes, self._cache, device)
-        output = self._model.module(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(last_rows, device=device),
-            kev_context=context,
-        )
-        if len(context.layers_seen) != len(self._cache.keys):
-            message = f"only {len(context.layers_seen)} of {len(self._cache.keys)} layers used Kev's attention"
-            raise UnsupportedModelError(f"{message}; this version of transformers or this model cannot be isolated")
-        logits: torch.Tensor = output.logits[0]
-        return logits
+    def _wanted(self, segment: Segment) -> WantedRow:
+        return WantedRow(segment, self.observer is None and self._sampler.is_greedy(self._state(segment)))
 
     def _sample(
-        self, wanted: list[Segment], logits: torch.Tensor, errors: dict[int, KevError]
+        self, wanted: list[WantedRow], outputs: list[RowOutput], errors: dict[int, KevError]
     ) -> dict[int, SampledToken]:
         tokens: dict[int, SampledToken] = {}
-        for row, segment in enumerate(wanted):
-            if self.observer is not None:
-                self.observer(segment, logits[row])
+        for row, output in zip(wanted, outputs, strict=True):
+            segment = row.segment
             try:
-                tokens[segment.sequence_id] = self._sampler.sample(logits[row], self._state(segment))
+                tokens[segment.sequence_id] = self._chosen(segment, output)
             except KevError as error:
                 errors[segment.sequence_id] = error
         return tokens
+
+    def _chosen(self, segment: Segment, output: RowOutput) -> SampledToken:
+        state = self._state(segment)
+        if isinstance(output, BestToken):
+            return self._sampler.take(output.token_id, output.value, state)
+        if self.observer is not None:
+            self.observer(segment, output)
+        return self._sampler.sample(output, state)
 
     def _state(self, segment: Segment) -> SamplerState:
         state = self._states.get(segment.sequence_id)

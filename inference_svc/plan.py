@@ -1,9 +1,10 @@
 """The step plan: what one forward will do, as a value.
 
-Invariants and semantics: a plan has ``num_rows`` rows, fixed per shape, of which the first ``num_used`` carry tokens;
-each segment is one question's run of consecutive tokens and owns its rows alone. A question's segments are always cut
-at the same places in its own positions, whatever its neighbours do, so the library kernels see the same shapes alone
-and in company.
+Invariants and semantics: a plan has ``num_rows`` rows, of which the first ``num_used`` carry tokens; with fixed shapes
+their number depends on the kind of the forward alone, with ragged ones there are as many as there is to do. Each
+segment is one question's run of consecutive tokens and owns its rows alone. A question's segments are always cut at
+the same places in its own positions, whatever its neighbours do, so the library kernels see the same shapes alone and
+in company.
 
 Not here: how a plan is made (``scheduler``) or run (``model_runner``).
 """
@@ -27,26 +28,36 @@ class StepKind(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+    """Both; only where rows are ragged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardShapes:
-    """The two row counts an engine ever runs, and where prefill is cut.
+    """How many rows a forward has, and where prefill is cut.
 
     Stock float kernels give a row the same bits whatever the other rows hold, but only for one row count at a time;
-    so the row count of a forward may not depend on what there is to do.
+    there the row count of a forward may not depend on what there is to do. Row-invariant kernels may run ragged.
     """
 
     decode_rows: int
     prefill_rows: int
     segment_tokens: int
     """Most tokens of one segment; at most ``prefill_rows``."""
+    ragged: bool = False
+    """Prefill and decode share a forward, which has no rows but the used ones."""
 
     @classmethod
-    def of(cls, max_slots: int, prefill_rows: int, segment_tokens: int) -> ForwardShapes:
+    def of(cls, max_slots: int, prefill_rows: int, segment_tokens: int, *, ragged: bool = False) -> ForwardShapes:
         """Shapes for an engine, rounded up to whole blocks of ``ROW_BLOCK`` rows."""
         rows = _whole_blocks(max(prefill_rows, segment_tokens))
-        return cls(decode_rows=_whole_blocks(max_slots), prefill_rows=rows, segment_tokens=segment_tokens)
+        decode_rows = _whole_blocks(max_slots)
+        return cls(decode_rows=decode_rows, prefill_rows=rows, segment_tokens=segment_tokens, ragged=ragged)
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of any forward."""
+        return self.decode_rows + self.prefill_rows if self.ragged else max(self.decode_rows, self.prefill_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,13 +29,14 @@ def projection_table(model: LoadedModel, num_planes: int, hash_key: str) -> np.n
         num_planes: random directions.
         hash_key: key of the deployment; another key gives other buckets.
     """
-    weight = model.module.get_input_embeddings().weight
-    num_signs = weight.shape[1] * num_planes
+    width = model.embedding_rows(0, 1).shape[1]
+    num_signs = width * num_planes
     drawn = np.frombuffer(shake_256(hash_key.encode()).digest(-(-num_signs // 8)), dtype=np.uint8)
-    signs = np.unpackbits(drawn)[:num_signs].reshape(weight.shape[1], num_planes)
+    signs = np.unpackbits(drawn)[:num_signs].reshape(width, num_planes)
     planes = torch.from_numpy(signs.astype(np.float32) * 2 - 1)
+    size = model.vocab_size
     chunks = [
-        weight[start : start + _CHUNK_ROWS].float().cpu() @ planes for start in range(0, weight.shape[0], _CHUNK_ROWS)
+        model.embedding_rows(start, min(start + _CHUNK_ROWS, size)) @ planes for start in range(0, size, _CHUNK_ROWS)
     ]
     table = torch.cat(chunks)
     return np.asarray((table - table.mean(dim=0)).numpy())

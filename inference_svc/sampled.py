@@ -19,3 +19,5 @@ class SampledToken:
     token_id: int
     logprob: TokenLogprob | None = None
     """Set when the question asked for log-probabilities."""
+    logit: float = 0.0
+    """The model's own logit of the token; 0 where there is no model."""

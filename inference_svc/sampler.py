@@ -73,6 +73,28 @@ class Sampler:
         """Fresh state of a sequence. Its random numbers start over, so a repeated attempt repeats its draws."""
         return SamplerState(params, prompt_ids)
 
+    def is_greedy(self, state: SamplerState) -> bool:
+        """Whether the next token is the one with the largest logit and nothing else is asked about the row."""
+        params = state.params
+        return (
+            params.temperature < _MIN_TEMPERATURE
+            and params.logprobs is None
+            and state.num_generated >= params.min_tokens
+            and params.repetition_penalty == 1.0
+            and not params.presence_penalty
+            and not params.frequency_penalty
+        )
+
+    def take(self, token_id: int, value: float, state: SamplerState) -> SampledToken:
+        """Count a token that was found to have the largest logit, ``value``.
+
+        Raises:
+            NonFiniteLogitsError: ``value`` is NaN or infinite.
+        """
+        _require_finite(value)
+        state.record(token_id)
+        return SampledToken(token_id, logit=value)
+
     def sample(self, logits: torch.Tensor, state: SamplerState) -> SampledToken:
         """Choose the next token and count it in ``state``.
 
@@ -92,7 +114,7 @@ class Sampler:
         if params.temperature >= _MIN_TEMPERATURE:
             token_id = _drawn(shaped, shaped[token_id], state)
         state.record(token_id)
-        return SampledToken(token_id, _logprob(row, token_id, params.logprobs))
+        return SampledToken(token_id, _logprob(row, token_id, params.logprobs), row[token_id].item())
 
     def _shaped(self, row: torch.Tensor, state: SamplerState) -> torch.Tensor:
         """Logits [V] after penalties and masks: ``row`` itself when there are none, else a copy."""
@@ -124,13 +146,16 @@ def _finite_argmax(row: torch.Tensor) -> int:
     # NumPy's takes a tenth of the time of torch's on a CPU (0.02 ms against 0.23 ms at V = 262,144) and, like it,
     # finds NaN before any number; either way one look at the winner tells whether the row can be used.
     best = int(row.numpy().argmax()) if row.device.type == "cpu" else int(row.argmax())
-    value = row[best].item()
+    _require_finite(row[best].item())
+    return best
+
+
+def _require_finite(value: float) -> None:
     if not math.isfinite(value):
         raise NonFiniteLogitsError(
             f"the model gave no usable number for the next token (best logit: {value}); "
             "if core.precision is fp16, use bf16 or fp32"
         )
-    return best
 
 
 def _drawn(row: torch.Tensor, best: torch.Tensor, state: SamplerState) -> int:

@@ -2,9 +2,9 @@
 
 Invariants and semantics: pure and deterministic; it owns the waiting queue, the slots and the ledger's entries. A
 question is admitted when a slot is free and its exact KV positions can be reserved, first come first served; it keeps
-both until it ends, so nothing is ever preempted and a freed slot is refilled at the next step. One forward is either
-prefill or decode: while both have work they alternate, so a long prompt never stops its neighbours. Every question
-added ends in exactly one ``ChannelResult``.
+both until it ends, so nothing is ever preempted and a freed slot is refilled at the next step. A long prompt never
+stops its neighbours: with ragged shapes prefill and decode share a forward, with fixed ones they alternate. Every
+question added ends in exactly one ``ChannelResult``.
 
 Not here: tensors, threads, streams. Time comes from the clock port.
 """
@@ -70,6 +70,7 @@ class Scheduler:
         self._free_slots = list(range(settings.max_slots))
         self._retired: list[int] = []
         self._outbox: list[ChannelEvent] = []
+        self._ended: list[Sequence] = []
         self._step_index = 0
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -126,13 +127,17 @@ class Scheduler:
         kind = self._next_kind()
         if kind is None:
             return None
-        segments = self._prefill_segments() if kind is StepKind.PREFILL else self._decode_segments()
-        shapes = self._settings.shapes
-        num_rows = shapes.prefill_rows if kind is StepKind.PREFILL else shapes.decode_rows
+        segments = [] if kind is StepKind.PREFILL else self._decode_segments()
+        if kind is not StepKind.DECODE:
+            segments += self._prefill_segments(first_row=len(segments))
         self._last_kind = kind
         retired, self._retired = tuple(self._retired), []
         plan = StepPlan(
-            step_index=self._step_index, kind=kind, num_rows=num_rows, segments=tuple(segments), retired=retired
+            step_index=self._step_index,
+            kind=kind,
+            num_rows=self._num_rows(kind, segments),
+            segments=tuple(segments),
+            retired=retired,
         )
         self._step_index += 1
         return plan
@@ -164,6 +169,11 @@ class Scheduler:
         """Events since the last call, in order."""
         events, self._outbox = self._outbox, []
         return events
+
+    def take_ended(self) -> list[Sequence]:
+        """Questions that ended by their own rules since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
     def next_deadline_s(self) -> float | None:
         """Monotonic time of the earliest deadline, or None."""
@@ -234,11 +244,19 @@ class Scheduler:
     def _next_kind(self) -> StepKind | None:
         can_prefill = any(self._may_prefill(sequence) for sequence in self._running)
         can_decode = any(not sequence.prefilling for sequence in self._running)
+        if can_prefill and can_decode and self._settings.shapes.ragged:
+            return StepKind.MIXED
         if can_prefill and can_decode:
             return StepKind.DECODE if self._last_kind is StepKind.PREFILL else StepKind.PREFILL
         if can_prefill:
             return StepKind.PREFILL
         return StepKind.DECODE if can_decode else None
+
+    def _num_rows(self, kind: StepKind, segments: list[Segment]) -> int:
+        shapes = self._settings.shapes
+        if shapes.ragged:
+            return sum(segment.num_rows for segment in segments)
+        return shapes.prefill_rows if kind is StepKind.PREFILL else shapes.decode_rows
 
     def _may_prefill(self, sequence: Sequence) -> bool:
         """Whether it has prompt tokens to compute now; the first to need an unfinished prefix becomes its builder."""
@@ -251,7 +269,7 @@ class Scheduler:
             prefix.builder_id = sequence.sequence_id
         return prefix.builder_id == sequence.sequence_id
 
-    def _prefill_segments(self) -> list[Segment]:
+    def _prefill_segments(self, first_row: int) -> list[Segment]:
         """Whole segments, round after round over the questions, until no further one fits the forward's rows."""
         ready = [sequence for sequence in self._running if self._may_prefill(sequence)]
         cursors = {sequence.sequence_id: sequence.num_computed for sequence in ready}
@@ -267,7 +285,7 @@ class Scheduler:
                 size = sequence.next_cut(position, shapes.segment_tokens) - position
                 if used + size > shapes.prefill_rows:
                     continue
-                segments.append(self._segment(sequence, position, size, used))
+                segments.append(self._segment(sequence, position, size, first_row + used))
                 cursors[sequence.sequence_id] = position + size
                 used += size
                 packed = True
@@ -327,6 +345,8 @@ class Scheduler:
         self.num_prompt_tokens += sequence.num_prompt
         self.num_completion_tokens += len(sequence.output_ids)
         self._retired.append(sequence.sequence_id)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._ended.append(sequence)
         receipt = Receipt(
             level=sequence.item.isolation,
             verdict=self._settings.verdict,

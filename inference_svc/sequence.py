@@ -54,6 +54,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    chosen_logits: list[float] = field(default_factory=list, repr=False)
+    """The model's own logit of each generated token."""
     slot: int = field(default=-1, init=False)
     """Set by ``start``."""
     private: Extent | None = field(default=None, init=False)
@@ -161,6 +163,7 @@ class Sequence:
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.output_ids.append(sampled.token_id)
+        self.chosen_logits.append(sampled.logit)
         if sampled.logprob is not None:
             self.logprobs.append(sampled.logprob)
         return "" if self._is_end_token(sampled.token_id) else self.answer.push(sampled.token_id)

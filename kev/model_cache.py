@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -64,16 +64,6 @@ class ModelCache:
         except OSError:
             return True
         return True
-
-
-def cache_root(cache_dir: str | None, env: Mapping[str, str]) -> Path:
-    """Where the cache lies: ``cache_dir``, else KEV_CACHE_DIR, else kev under XDG_CACHE_HOME, else ~/.cache/kev."""
-    chosen = cache_dir or env.get("KEV_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    # The XDG standard has relative paths ignored.
-    shared = Path(env.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "kev"
 
 
 def sha256_of(file: Path, progress: Progress) -> str:

@@ -18,8 +18,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.cache_dir import cache_root
 from common.errors import ModelError
-from kev.model_cache import ModelCache, Progress, cache_root, sha256_of
+from kev.model_cache import ModelCache, Progress, sha256_of
 
 DEMO = "demo"
 DEMO_NAME = "gemma-3-270m"

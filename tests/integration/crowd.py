@@ -13,6 +13,7 @@ from common.clock import ManualClock
 from common.types import ChannelResult, IsolationLevel, Prompt, SamplingParams, WorkItem
 from inference_svc.answer import AnswerText
 from inference_svc.engine_core import EngineCore
+from inference_svc.kernels.layout import Precision
 from inference_svc.kv_cache import KVCache
 from inference_svc.mask_summary import ForwardLog
 from inference_svc.model_loader import LoadedModel
@@ -25,6 +26,8 @@ from inference_svc.sequence import Sequence
 from inference_svc.slots import KVLedger
 
 EOS_ID = 2
+POISON_ID = 1
+"""Never in a prompt; its embedding turns NaN where the embeddings of neighbours are poisoned."""
 SEGMENT = 16
 PREFILL_ROWS = 32
 
@@ -75,15 +78,15 @@ class Crowd:
     runner: ModelRunner = field(init=False)
     plans: list[StepPlan] = field(init=False, default_factory=list)
     poisoned_rows: torch.Tensor | None = field(init=False, default=None)
+    poisoned_sequences: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         geometry = self.model.geometry
-        shapes = self.shapes or ForwardShapes.of(self.max_slots, PREFILL_ROWS, SEGMENT)
+        shapes = self.shapes or self.model.shapes(self.max_slots, PREFILL_ROWS, SEGMENT)
         self.ledger = KVLedger(self.num_positions, self.model.alignment_positions)
         self.cache = KVCache(geometry, self.num_positions, self.model.dtype, self.model.device)
-        self.runner = ModelRunner(
-            self.model, self.cache, self.ledger, shapes, Sampler(frozenset({EOS_ID})), ForwardLog()
-        )
+        forward = self.model.forward_over(self.cache, shapes)
+        self.runner = ModelRunner(forward, self.ledger, Sampler(frozenset({EOS_ID})), ForwardLog())
         self.runner.observer = self._observe
         settings = SchedulerSettings(
             node_id="test",
@@ -99,6 +102,8 @@ class Crowd:
         self.plans.append(plan)
         if self.before_forward is not None:
             self.before_forward(self, plan)
+        if self.model.module is None and self.poisoned_sequences:
+            plan = self._with_poisoned_tokens(plan)
         return self.runner.execute(plan)
 
     def add(self, ask: Ask) -> int:
@@ -141,6 +146,16 @@ class Crowd:
         """Cancel a question between two steps."""
         assert self.core.scheduler.cancel("crowd", index)
 
+    def _with_poisoned_tokens(self, plan: StepPlan) -> StepPlan:
+        """The plan with every token of the poisoned questions replaced by the one whose embedding is NaN."""
+        segments = tuple(
+            replace(segment, token_ids=(POISON_ID,) * segment.num_rows)
+            if segment.sequence_id in self.poisoned_sequences
+            else segment
+            for segment in plan.segments
+        )
+        return replace(plan, segments=segments)
+
     def own_positions(self, index: int) -> torch.Tensor:
         """``[P]`` bool: arena positions that the question holds now."""
         own = torch.zeros(self.ledger.num_positions, dtype=torch.bool)
@@ -157,11 +172,38 @@ class Crowd:
                 return output
             return output.masked_fill(self.poisoned_rows[None, :, None], float("nan"))
 
+        if self.model.module is None:  # native: poisoned questions get a token whose embedding is NaN
+            with self._nan_embedding():
+                yield
+            return
         handle = self.model.module.get_input_embeddings().register_forward_hook(poison)
         try:
             yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def _nan_embedding(self) -> Iterator[None]:
+        """While inside, the packed embedding of ``POISON_ID`` is NaN; not where the head shares its memory."""
+        native = self.model.native
+        assert native is not None
+        if native.tied:
+            yield
+            return
+        weight = native.model.embedding
+        held = {tensor.data_ptr(): tensor for tensor in native.tensors}
+        if weight.scale:
+            row = held[weight.scale][POISON_ID : POISON_ID + 1]
+        else:
+            kind, pair = (torch.float32, 1) if weight.precision == Precision.F32 else (torch.bfloat16, 2)
+            panels = held[weight.data].view(kind).view(-1, -(-weight.k // pair), 16, pair)
+            row = panels[POISON_ID // 16, :, POISON_ID % 16]
+        kept = row.clone()
+        row.fill_(float("nan"))
+        try:
+            yield
+        finally:
+            row.copy_(kept)
 
     def finish(self, max_steps: int = 2000) -> list[Trace]:
         """Step until nothing is left."""

@@ -13,43 +13,59 @@ from common.types import FinishReason, SamplingParams
 from inference_svc.attention import Backend
 from inference_svc.plan import StepPlan
 from tests.integration.crowd import SEGMENT, Ask, Crowd, prompt, run_alone, run_together, same_bits, without_sharing
-from tests.integration.tiny_models import ARCHITECTURES, WINDOW, loaded_model, stock_model
+from tests.integration.tiny_models import (
+    ARCHITECTURES,
+    EVERY_FORM,
+    MIXTURES,
+    NATIVE_FORMS,
+    WINDOW,
+    Form,
+    form_id,
+    loaded_model,
+    model_as,
+    stock_model,
+)
 
 LENGTHS = (1, 2, SEGMENT - 1, SEGMENT, SEGMENT + 1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * SEGMENT, 2 * WINDOW + 5, 90)
 """Around the segment, window and forward borders of the tiny models."""
 
-DTYPES = (torch.float32, torch.bfloat16)
+BF16_CPU, BF16_NATIVE = Form("bf16", Backend.CPU), Form("bf16", Backend.NATIVE)
+SHARING_FORMS = (BF16_CPU, *NATIVE_FORMS)
 
 
 def _asks(lengths: tuple[int, ...], max_tokens: int = 6) -> list[Ask]:
     return [Ask(prompt(n, seed=100 + i), max_tokens=max_tokens + i % 3) for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_crowd_of_mixed_lengths_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM, ids=form_id)
+def test_a_crowd_of_mixed_lengths_changes_no_bit(name: str, form: Form) -> None:
     """Eight slots, eleven questions around every border: each equals the question alone."""
-    model = loaded_model(name, dtype)
+    model = model_as(name, form)
     asks = _asks(LENGTHS)
     for ask, together in zip(asks, run_together(model, asks), strict=True):
         assert same_bits(run_alone(model, ask), together), f"{len(ask.ids)} prompt tokens"
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_slot_gives_the_same_bits(name: str) -> None:
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM, ids=form_id)
+def test_every_slot_gives_the_same_bits(name: str, form: Form) -> None:
     """The same question in all eight slots at once: eight equal traces, equal to the one alone."""
-    model = loaded_model(name, torch.bfloat16)
+    model = model_as(name, form)
     ask = Ask(prompt(WINDOW + 3, seed=7), max_tokens=8)
     alone = run_alone(model, ask)
     assert all(same_bits(alone, copy) for copy in run_together(model, [ask] * 8))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_equal_transformers_alone(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, Backend.CPU) for name in ARCHITECTURES] + [(name, Backend.NATIVE) for name in (*ARCHITECTURES, *MIXTURES)],
+    ids=form_id,
+)
+def test_logits_equal_transformers_alone(name: str, backend: Backend) -> None:
     """fp32 logits within 1e-4 of transformers, and greedy tokens equal to generate, also far beyond the window."""
     stock = stock_model(name)
+    model = loaded_model(name, torch.float32, backend)
     asks = [Ask(prompt(n, seed=n), max_tokens=40) for n in (3, SEGMENT + 1, WINDOW + 9, 90)]
-    for ask, trace in zip(asks, run_together(loaded_model(name), asks), strict=True):
+    for ask, trace in zip(asks, run_together(model, asks), strict=True):
         ids = torch.tensor([ask.ids])
         with torch.inference_mode():
             made = stock.generate(
@@ -62,7 +78,7 @@ def test_logits_equal_transformers_alone(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("backend", [Backend.CPU, Backend.FLEX])
+@pytest.mark.parametrize("backend", [Backend.NATIVE, Backend.CPU, Backend.FLEX])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_reference_backend_is_the_definition(name: str, backend: Backend) -> None:
     """One dense block-diagonal mask over all questions gives every backend's logits within float tolerance."""
@@ -76,10 +92,10 @@ def test_the_reference_backend_is_the_definition(name: str, backend: Backend) ->
         torch.testing.assert_close(torch.stack(one.logits), torch.stack(other.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_neighbours_that_come_and_go_change_no_bit(name: str) -> None:
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM, ids=form_id)
+def test_neighbours_that_come_and_go_change_no_bit(name: str, form: Form) -> None:
     """Neighbours finish, are cancelled, time out and arrive late; the target's bits do not move."""
-    model = loaded_model(name, torch.bfloat16)
+    model = model_as(name, form)
     target = Ask(prompt(WINDOW + 6, seed=3), max_tokens=30)
     alone = run_alone(model, target)
     crowd = Crowd(model, max_slots=4)
@@ -104,11 +120,10 @@ def test_neighbours_that_come_and_go_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_threads_change_no_bit(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "form"), [one for one in EVERY_FORM if one[0] in ("llama", "gemma3")], ids=form_id)
+def test_threads_change_no_bit(name: str, form: Form) -> None:
     """With two threads per forward the crowd still equals the question alone."""
-    model = loaded_model(name, dtype)
+    model = model_as(name, form)
     asks = _asks((1, SEGMENT + 1, WINDOW + 1, 50), max_tokens=3)
     for ask, together in zip(asks, run_together(model, asks), strict=True):
         assert same_bits(run_alone(model, ask), together)
@@ -130,14 +145,15 @@ def _poison_others(target: int) -> object:
         for tensor in (*crowd.cache.keys, *crowd.cache.values):
             tensor[~own] = float("nan")
         crowd.poisoned_rows = ~rows
+        crowd.poisoned_sequences = {s.sequence_id for s in plan.segments} - {target}
 
     return poison
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_nan_everywhere_else_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize(("name", "form"), EVERY_FORM, ids=form_id)
+def test_nan_everywhere_else_changes_no_bit(name: str, form: Form) -> None:
     """All other slots' KV and embeddings are NaN: nothing of it reaches the target."""
-    model = loaded_model(name, torch.bfloat16)
+    model = model_as(name, form)
     target = Ask(prompt(WINDOW + 6, seed=3), max_tokens=20)
     alone = run_alone(model, target)
     crowd = Crowd(model, max_slots=4, before_forward=_poison_others(1))  # type: ignore[arg-type]
@@ -151,10 +167,11 @@ def test_nan_everywhere_else_changes_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("form", SHARING_FORMS, ids=form_id)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2"])
-def test_levels_store_differently_and_give_equal_bits(name: str, keep: bool) -> None:
+def test_levels_store_differently_and_give_equal_bits(name: str, form: Form, keep: bool) -> None:
     """A prefix stored once (built by one question, read by others, hit again later) equals the strict form."""
-    model = loaded_model(name, torch.bfloat16)
+    model = model_as(name, form)
     prefix = prompt(SEGMENT + 5, seed=9)
     asks = [
         Ask(prefix + prompt(n, seed=n), boundaries=(7, len(prefix)), num_shared=len(prefix), max_tokens=8)
@@ -185,9 +202,10 @@ def test_a_prefix_is_never_shared_across_tenants() -> None:
     assert same_bits(*traces)
 
 
-def test_a_builder_that_leaves_hands_the_prefix_on() -> None:
+@pytest.mark.parametrize("form", SHARING_FORMS, ids=form_id)
+def test_a_builder_that_leaves_hands_the_prefix_on(form: Form) -> None:
     """The question that was writing the prefix is cancelled half way; the next one goes on where it stopped."""
-    model = loaded_model("gemma3", torch.bfloat16)
+    model = model_as("gemma3", form)
     prefix = prompt(5 * SEGMENT, seed=9)
     ask = Ask(prefix + prompt(4, seed=1), boundaries=(len(prefix),), num_shared=len(prefix))
     crowd = Crowd(model)
@@ -199,9 +217,10 @@ def test_a_builder_that_leaves_hands_the_prefix_on() -> None:
     assert trace.result is not None and 0 < trace.result.num_cached_tokens < len(prefix)
 
 
-def test_a_seed_gives_the_same_text_in_any_company() -> None:
+@pytest.mark.parametrize("form", SHARING_FORMS, ids=form_id)
+def test_a_seed_gives_the_same_text_in_any_company(form: Form) -> None:
     """Sampled answers depend on the channel's own seed only."""
-    model = loaded_model("qwen3")
+    model = model_as("qwen3", form)
     sampling = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=42)
     target = Ask(prompt(12, seed=1), sampling=sampling)
     others = [Ask(prompt(9 + i, seed=i), sampling=replace(sampling, seed=1000 + i)) for i in range(6)]
@@ -224,11 +243,14 @@ _EVENTS = st.lists(
 )
 
 
+@pytest.mark.parametrize("form", SHARING_FORMS, ids=form_id)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=_EVENTS, place=st.integers(0, 10), slots=st.integers(1, 6))
-def test_random_schedules_change_no_bit(events: list[tuple[int, int, int, str]], place: int, slots: int) -> None:
+def test_random_schedules_change_no_bit(
+    form: Form, events: list[tuple[int, int, int, str]], place: int, slots: int
+) -> None:
     """Arrivals, lengths, cancels and timeouts at random: the target's bits equal the question alone."""
-    model = loaded_model("gemma3", torch.bfloat16)
+    model = model_as("gemma3", form)
     target = Ask(prompt(WINDOW + 2, seed=77), max_tokens=10)
     alone = run_alone(model, target, max_slots=slots)
     crowd = Crowd(model, max_slots=slots)

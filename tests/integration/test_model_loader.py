@@ -131,10 +131,10 @@ def test_fp16_on_a_model_trained_in_bf16_warns(saved: Path, caplog: pytest.LogCa
     assert "core.precision: bf16" in caplog.text
 
 
-@pytest.mark.parametrize(("precision", "words"), [("int8", "not offered in this version"), ("fp8", "must be one of")])
-def test_precisions_that_are_not_there_are_refused_in_words(saved: Path, precision: str, words: str) -> None:
-    """int8 comes later and says so; nothing is silently loaded in another format."""
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize("precision", ["fp8", "INT8", ""])
+def test_precisions_that_are_not_there_are_refused_in_words(saved: Path, precision: str) -> None:
+    """Nothing is silently loaded in another format."""
+    with pytest.raises(ConfigError, match="must be one of"):
         load_model(saved, LoadSettings(precision=precision, max_context=64))
 
 

@@ -24,10 +24,11 @@ from tests.integration.tiny_models import loaded_model
 SETTINGS = NodeSettings(node_id="n", max_slots=4, prefill_rows=32, segment_tokens=16)
 
 
-def _leaky_model(amount: float) -> LoadedModel:
+def leaky_model(amount: float) -> LoadedModel:
     """A model whose last norm lets rows see each other."""
     model = loaded_model("llama")
     module = copy.deepcopy(model.module)
+    assert module is not None
 
     def leak(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output + amount * output.mean(dim=1, keepdim=True)
@@ -49,13 +50,13 @@ def test_the_probe_passes_on_this_machine() -> None:
 def test_strict_is_refused_where_rows_see_each_other() -> None:
     """A leak too small for any tolerance still changes bits: the node does not start, and says the way out."""
     with pytest.raises(IsolationUnavailableError, match=r"core\.precision") as caught:
-        Node(_leaky_model(1e-6), SETTINGS, SystemClock())
+        Node(leaky_model(1e-6), SETTINGS, SystemClock())
     assert "other rows change" in str(caught.value)
 
 
 def test_a_lower_level_runs_without_the_promise() -> None:
     """loose on the same machine starts, and every answer says unverified."""
-    node = Node(_leaky_model(1e-6), replace(SETTINGS, level=IsolationLevel.LOOSE), SystemClock())
+    node = Node(leaky_model(1e-6), replace(SETTINGS, level=IsolationLevel.LOOSE), SystemClock())
     assert set(dict(node.report.levels).values()) == {Verdict.UNVERIFIED} and node.report.reason
     node.close()
 

@@ -39,6 +39,7 @@ def settings_for(folder: Path, **sections: dict[str, object]) -> dict[str, objec
         "segment_tokens": 16,
         "prefill_rows": 32,
         "max_tokens": 8,
+        "keep_packed": False,
     }
     given = {name: dict(section) for name, section in sections.items()}
     return {"kev": {**given, "core": {**core, **given.get("core", {})}}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,11 +14,13 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from inference_svc.attention import Backend
@@ -60,8 +63,44 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "phi3": lambda: Phi3Config(**{**_COMMON, "num_key_value_heads": 2}, sliding_window=WINDOW),
     "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, rotary_pct=0.5),
+    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_GROUPED, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, mlp_only_layers=[1]
+    ),
 }
-ARCHITECTURES = tuple(CONFIGS)
+MIXTURES = ("mixtral", "qwen3_moe")
+"""Mixtures of experts: only Kev's own kernels keep strict isolation for them."""
+ARCHITECTURES = tuple(name for name in CONFIGS if name not in MIXTURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model is run."""
+
+    precision: str
+    backend: Backend
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that are loaded."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.precision}"
+
+
+TORCH_FORMS = tuple(Form(precision, Backend.CPU) for precision in ("fp32", "bf16", "int8"))
+NATIVE_FORMS = tuple(Form(precision, Backend.NATIVE) for precision in ("fp32", "bf16", "int8"))
+FORMS = TORCH_FORMS + NATIVE_FORMS
+EVERY_FORM = [(name, form) for form in FORMS for name in ARCHITECTURES] + [
+    (name, form) for form in NATIVE_FORMS for name in MIXTURES
+]
+"""Every architecture in every form that may promise strict isolation."""
+
+
+def form_id(value: object) -> str:
+    """Name of a test's parameter."""
+    return str(value)
 
 
 @cache
@@ -77,10 +116,18 @@ def stock_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 
 
 @cache
-def loaded_model(name: str, dtype: torch.dtype = torch.float32, backend: Backend = Backend.CPU) -> LoadedModel:
+def loaded_model(
+    name: str, dtype: torch.dtype = torch.float32, backend: Backend = Backend.CPU, precision: str = ""
+) -> LoadedModel:
     """The same weights, ready for Kev."""
     stock = stock_model(name, dtype)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
     model.load_state_dict(stock.state_dict())
-    settings = LoadSettings(precision="fp32", max_context=MAX_CONTEXT, backend=backend)
-    return wrap_model(model.eval().requires_grad_(False), settings, fingerprint=f"tiny-{name}")
+    chosen = precision or ("fp32" if dtype is torch.float32 else "bf16")
+    settings = LoadSettings(precision=chosen, max_context=MAX_CONTEXT, backend=backend)
+    return wrap_model(model.eval().requires_grad_(False), settings, fingerprint=f"tiny-{name}-{chosen}-{backend}")
+
+
+def model_as(name: str, form: Form) -> LoadedModel:
+    """A model in one of the forms."""
+    return loaded_model(name, form.dtype, form.backend, form.precision)

@@ -15,9 +15,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from common.cache_dir import cache_root
 from common.errors import ModelError
 from kev import models
-from kev.model_cache import ModelCache, cache_root, sha256_of
+from kev.model_cache import ModelCache, sha256_of
 from kev.models import GEMMA_NOTICE, resolve_model
 
 DEMO_BYTES = b"GGUF demo"

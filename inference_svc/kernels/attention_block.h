@@ -1,0 +1,84 @@
+// The unit of work of attention: some query rows of one key-value head of one question.
+//
+// Invariants and semantics: a unit `u` of a segment is the pair (row u / group, query head u % group of the key-value
+// head); later units see the same or later positions. How units are cut into blocks changes no bit of any of them: the sums of a
+// unit run in order of its own positions, whoever else is in the block.
+//
+// Not here: how blocks are cut and handed to threads (attention.cpp), how one is computed (attention_body.h).
+#pragma once
+
+#include "kernels.h"
+
+namespace kev {
+
+constexpr int64_t MAX_BLOCK_UNITS = 96;
+constexpr int64_t MIN_BLOCK_UNITS = 12;    // that fit in the scratch, however long the context is
+constexpr int64_t POSITION_STEP = 32;      // tiles begin at multiples of it; twice the lanes of the widest variant
+constexpr int64_t VALUE_POSITIONS = 256;   // of a tile of values
+constexpr int64_t SCORE_BYTES = 512 << 10;  // of a block with a long context: they stay in the second-level cache
+
+inline int64_t rounded_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
+
+// One thread's working memory, in floats from its start; every part begins at a multiple of 64 bytes.
+struct AttentionScratch {
+  int64_t head;     // head_size, padded
+  int64_t nothing;  // [head] zeros
+  int64_t queries;  // [units, head]
+  int64_t keys;     // [head, POSITION_STEP] one tile, transposed
+  int64_t values;   // [head / panel, VALUE_POSITIONS + 1, panel] one tile
+  int64_t sums;     // [units, head] of the output
+  int64_t scores;   // [units, stride of positions]
+  int64_t floats;   // of all
+
+  AttentionScratch(int64_t head_size, int64_t span) {
+    head = rounded_up(head_size, POSITION_STEP);
+    nothing = 0;
+    queries = nothing + head;
+    keys = queries + MAX_BLOCK_UNITS * head;
+    values = keys + POSITION_STEP * head;
+    sums = values + (VALUE_POSITIONS + 1) * head;
+    scores = sums + MAX_BLOCK_UNITS * head;
+    floats = scores + score_floats(stride(span));
+  }
+
+  // Scores from unit to unit, for `span` positions from first to last; no multiple of a page.
+  static int64_t stride(int64_t span) { return rounded_up(span + POSITION_STEP, POSITION_STEP) + 16; }
+  // How many units a block may have.
+  static int64_t units(int64_t span) {
+    const int64_t fit = SCORE_BYTES / 4 / stride(span) / MIN_BLOCK_UNITS * MIN_BLOCK_UNITS;
+    return fit < MIN_BLOCK_UNITS ? MIN_BLOCK_UNITS : fit > MAX_BLOCK_UNITS ? MAX_BLOCK_UNITS : fit;
+  }
+
+ private:
+  // Grows with the stride, and holds units() of it.
+  static int64_t score_floats(int64_t stride) {
+    const int64_t most = MAX_BLOCK_UNITS * stride, least = MIN_BLOCK_UNITS * stride, fit = SCORE_BYTES / 4;
+    return least > fit ? least : most < fit ? most : fit;
+  }
+};
+
+struct AttentionBlock {
+  const Attention* call;
+  const Segment* segment;
+  int64_t kv_head;
+  int64_t first;  // units [first, last)
+  int64_t last;
+
+  int64_t group() const { return call->num_heads / call->num_kv_heads; }
+  // The unit sees positions [lowest(unit), end(unit)).
+  int64_t end(int64_t unit) const { return segment->position + unit / group() + 1; }
+  int64_t lowest(int64_t unit) const {
+    const int64_t last_position = end(unit);
+    return call->window > 0 && last_position > call->window ? last_position - call->window : 0;
+  }
+};
+
+struct AttentionVariant {
+  void (*run)(const AttentionBlock& block, const AttentionScratch& scratch, float* memory);
+};
+
+extern const AttentionVariant ATTENTION_PORTABLE;
+extern const AttentionVariant ATTENTION_AVX2;
+extern const AttentionVariant ATTENTION_AVX512;
+
+}  // namespace kev
