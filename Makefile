@@ -41,8 +41,10 @@ run: $(STAMP)  ## serve HTTP on http://127.0.0.1:8765
 test: check-static  ## the static checks and every test
 	$(BIN)/python -m pytest -q --durations=10
 
-chaos: $(STAMP)  ## break a real cluster: the fault matrix, then random faults (KEV_CHAOS_SECONDS, KEV_CHAOS_SEED)
-	$(BIN)/python -m pytest -q -m chaos -p no:cacheprovider --durations=10 tests/chaos
+# KEV_CHAOS_QUESTIONS, KEV_CHAOS_FAULTS, KEV_CHAOS_SECONDS, KEV_CHAOS_SEED, KEV_CHAOS_JSON: see tests/chaos/test_random_faults.py.
+CHAOS ?= tests/chaos
+chaos: $(STAMP)  ## break a real cluster: the fault matrix, then random faults (CHAOS=FILE, KEV_CHAOS_QUESTIONS, KEV_CHAOS_FAULTS)
+	$(BIN)/python -m pytest -q -m chaos -p no:cacheprovider --durations=10 $(CHAOS)
 
 check: check-static  ## the static checks and the quick tests
 	$(BIN)/python -m pytest -q -m 'not store and not chaos' tests/unit tests/contract

@@ -9,32 +9,37 @@ import os
 import socket
 import sys
 
+from aggregator_svc.metrics import Outcomes, WatchedResults, readings
 from aggregator_svc.service import AggregatorService
 from aggregator_svc.servicer import AggregatorServicer
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import Config
-from common.redis_registry import RedisRegistry
+from common.metrics.catalogue import Tier
+from common.metrics.registry import Metrics
+from common.ports import ResultStream
+from common.redis_backlog import BacklogGauge
 from common.redis_source import RedisSource
 from common.service_process import Service, join, main, run_service
+from common.telemetry import Telemetry
 
 
 async def run(config: Config) -> int:
     """Serve until told to stop; returns the exit code."""
-    link, transport = await join(config, f"aggregator-{socket.gethostname()}-{os.getpid()}")
+    telemetry = Telemetry("aggregator", Tier.AGGREGATOR, Tier.GRPC)
+    link, transport = await join(config, f"aggregator-{socket.gethostname()}-{os.getpid()}", telemetry)
     try:
-        registry = RedisRegistry(
-            link=link,
-            max_requests=config.aggregator.max_requests,
-            retention_s=float(config.aggregator.result_ttl_s),
-        )
+        source = RedisSource(link=link, settings=transport.settings)
+        results = WatchedResults(source, telemetry.metrics)
         aggregator = AggregatorService(
-            results=transport,
+            results=results,
             work=transport,
             clock=SystemClock(),
             settings=AggregatorSettings.from_config(config),
-            source=RedisSource(registry, transport),
+            source=source,
         )
+        aggregator.add_listener(telemetry.traces.told)
+        _watch(aggregator, results, BacklogGauge(link, config.router.channel_pool_size), telemetry.metrics)
         servicer = AggregatorServicer(aggregator, aggregator.tenant_of, config.cluster.max_message_bytes)
         service = Service(
             name="aggregator",
@@ -45,10 +50,17 @@ async def run(config: Config) -> int:
             begin_drain=aggregator.begin_drain,
             idle=lambda: True,
         )
-        return await run_service(config, service)
+        return await run_service(config, service, telemetry)
     finally:
         await transport.close()
         await link.close()
+
+
+def _watch(aggregator: AggregatorService, results: ResultStream, backlog: BacklogGauge, metrics: Metrics) -> None:
+    Outcomes(aggregator, metrics)
+    metrics.add_source(lambda: readings(aggregator, results))
+    metrics.add_refresher(backlog.refresh)
+    metrics.add_source(backlog.readings)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 r"""Gathers the outcomes of one request: a pure state machine, one per request.
 
 Invariants and semantics: each question gets exactly one outcome, the first one placed, whether it comes from a node
-or is a placeholder for a timeout or a cancellation; later ones are counted with their attempt and change nothing. A
-question's events touch that question only. The event log is numbered from 0 without gaps; per question it holds
-``started`` (once, before any text), ``delta``, ``attempt_changed`` and exactly one ``result``, and it ends with one
-``done`` for the request. Reading rule: ``delta`` appends its text, ``attempt_changed`` replaces the question's whole
-text by its own (equal to what was delivered when a new attempt begins; the new attempt's text where it differs);
-read so, the text equals ``result.text`` at the ``result`` event.
+or is a placeholder for a timeout or a cancellation; later ones are counted with their attempt and change nothing, and
+one that comes again is not even counted. A placeholder is only proposed here: it is placed when it comes back as an
+event, because something else may have come first. The same events in the same order make the same log, so a reader may
+go on at another aggregator. A question's events touch that question only. The event log is numbered from 0 without
+gaps; per question it holds ``started`` (once, before any text), ``delta``, ``attempt_changed`` and exactly one
+``result``, and it ends with one ``done`` for the request. Reading rule: ``delta`` appends its text,
+``attempt_changed`` replaces the question's whole text by its own (equal to what was delivered when a new attempt
+begins; the new attempt's text where it differs); read so, the text equals ``result.text`` at the ``result`` event.
 
     question:  waiting --started/delta--> running --outcome--> ended
                   \------------outcome-----------------------/
@@ -17,7 +19,7 @@ Not here: clocks (``now`` is passed in), listeners, waiting (``service``); how a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from aggregator_svc.audit import Moment, build_result
@@ -55,6 +57,8 @@ class _Question:
     first_text: Moment | None = None
     """When its first text came."""
     result: Result | None = None
+    outcome: ChannelResult | None = None
+    """What the result was made of."""
 
     @property
     def channel_id(self) -> int:
@@ -113,13 +117,25 @@ class Collector:
 
     @property
     def late(self) -> dict[tuple[int, int], int]:
-        """Outcomes that came second: (question_index, attempt) to how many."""
+        """Other outcomes that came second: (question_index, attempt) to how many."""
         return dict(self._late)
+
+    def outcomes(self) -> tuple[ChannelResult, ...]:
+        """What the results were made of, in the order of the questions."""
+        return tuple(question.outcome for question in self._questions.values() if question.outcome is not None)
 
     @property
     def next_deadline_s(self) -> float | None:
-        """Monotonic seconds of the earliest deadline of an open question."""
+        """Monotonic seconds at which an open question is due."""
         return min((question.deadline_s for question in self._open()), default=None)
+
+    def result_of(self, question_index: int) -> Result | None:
+        """The outcome of a question; None while it has none.
+
+        Raises:
+            InvariantError: the request has no such question.
+        """
+        return self._question(question_index).result
 
     def results(self) -> tuple[Result, ...]:
         """The outcomes there are, in the order of the request's mode."""
@@ -171,15 +187,17 @@ class Collector:
         return True
 
     def place(self, outcome: ChannelResult, now: Moment) -> bool:
-        """The outcome of a question, whoever it comes from. False: it has one already; this one was counted as late.
+        """The outcome of a question, whoever it comes from. False: it has one already; another one was counted as late.
 
         Raises:
             InvariantError: the request has no such question.
         """
         question = self._question(outcome.question_index)
         if question.result is not None:
-            self._late[outcome.question_index, outcome.attempt] += 1
+            if outcome != question.outcome:
+                self._late[outcome.question_index, outcome.attempt] += 1
             return False
+        received = outcome
         if outcome.finish_reason in _TIMEOUTS and outcome.error is None:
             # A node that notices the deadline first says so in the same words.
             outcome = replace(outcome, error=_out_of_time(question, outcome.finish_reason).info)
@@ -197,22 +215,34 @@ class Collector:
         if text or transcript.attempt:
             self._begin(question, outcome.attempt, outcome.channel_id, now)
         self._tell(question, outcome.channel_id, transcript.settle(text))
-        question.result = result
+        question.result, question.outcome = result, received
         self._results.append(result)
         self._log(StreamEventType.RESULT, question, outcome.channel_id, result=result)
         if self.done:
             self._log(StreamEventType.DONE, state=self.state)
         return True
 
-    def expire(self, now: Moment) -> tuple[ChannelResult, ...]:
-        """Place a placeholder for every open question whose deadline has come; returns the placeholders."""
-        due = [question for question in self._open() if question.deadline_s <= now.monotonic_s]
-        return tuple(self._give_up(question, _timed_out(question), now) for question in due)
+    def due(self, now: Moment, *, again_after_s: float) -> tuple[ChannelResult, ...]:
+        """Placeholders for the open questions whose deadline has come, to be settled.
 
-    def cancel(self, now: Moment, error: ErrorInfo | None = None) -> tuple[ChannelResult, ...]:
-        """Place a placeholder for every open question; returns the placeholders."""
-        cancelled = FinishReason.CANCELLED, error
-        return tuple(self._give_up(question, cancelled, now) for question in self._open())
+        Those that are still open ``again_after_s`` seconds later are due again.
+        """
+        due = [question for question in self._open() if question.deadline_s <= now.monotonic_s]
+        for question in due:
+            question.deadline_s = now.monotonic_s + again_after_s
+        return tuple(self._placeholder(question, *_timed_out(question), now) for question in due)
+
+    def cancelled(self, now: Moment, error: ErrorInfo | None = None) -> tuple[ChannelResult, ...]:
+        """Placeholders for all open questions, to be settled."""
+        return tuple(self._placeholder(question, FinishReason.CANCELLED, error, now) for question in self._open())
+
+    def has_outcomes(self, question_indexes: Iterable[int]) -> bool:
+        """Whether all these questions have ended.
+
+        Raises:
+            InvariantError: the request has no such question.
+        """
+        return all(self._question(index).result is not None for index in question_indexes)
 
     # ---- inside
 
@@ -263,14 +293,13 @@ class Collector:
             )
         )
 
-    def _give_up(
-        self, question: _Question, ending: tuple[FinishReason, ErrorInfo | None], now: Moment
+    def _placeholder(
+        self, question: _Question, finish_reason: FinishReason, error: ErrorInfo | None, now: Moment
     ) -> ChannelResult:
-        finish_reason, error = ending
         started, began = question.started, question.began
         waited_until = now if began is None else began
         first_text, accepted_s = question.first_text, self._accepted.monotonic_s
-        outcome = ChannelResult(
+        return ChannelResult(
             request_id=self.record.request_id,
             question_index=question.record.question_index,
             channel_id=question.channel_id,
@@ -287,8 +316,6 @@ class Collector:
             node_id="" if started is None else started.node_id,
             error=error,
         )
-        self.place(outcome, now)
-        return outcome
 
 
 def _timed_out(question: _Question) -> tuple[FinishReason, ErrorInfo]:

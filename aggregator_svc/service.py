@@ -1,37 +1,39 @@
 """The aggregator as its callers see it: register, poll, wait, stream, cancel.
 
-Invariants and semantics: every registered question gets exactly one terminal outcome, by its deadline at the latest,
-also when ``run`` ends (then cancelled), so that no waiter waits for ever. Each outcome reaches every listener once,
-before waiters and readers see it. Deadlines are kept by ``run`` and looked at on every call, so a view never shows an
-open question whose deadline has passed. Work of questions that timed out or were cancelled is withdrawn from the
-transport; an interrupted withdrawal is repeated. Waiters and stream readers are independent: each reader has its own
-position in the request's event log, and leaving early leaves nothing behind. One event loop; state changes only
-between two awaits.
+Invariants and semantics: every registered question gets exactly one terminal outcome, soon after its deadline at the
+latest, also when ``run`` ends and nobody could take over (then cancelled), so that no waiter waits for ever. Timeouts
+and cancellations are settled in the result stream, where they compete with what nodes commit; a request changes only
+by events, in their order, so that another aggregator tells exactly the same. Each outcome reaches every listener once,
+before waiters and readers see it. Waiters and stream readers are independent: each reader has its own position in the
+request's event log, and leaving early leaves nothing behind. Requests that were registered elsewhere are taken over
+with their past. One event loop; state changes only between two
+awaits.
 
-Not here: what an event does to a request (``collector``), what is kept how long (``store``), gRPC (``servicer``).
+Not here: what an event does to a request (``collector``), what is kept how long (``store``), how requests come from
+elsewhere (``takeover``), gRPC (``servicer``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from aggregator_svc.audit import Moment
 from aggregator_svc.collector import Collector
+from aggregator_svc.gathering import Gathering
 from aggregator_svc.settings import AggregatorSettings
 from aggregator_svc.store import RequestStore, StoredRequest
+from aggregator_svc.takeover import Takeover
 from common.errors import (
     DeadlineExceededError,
     DrainingError,
     InvalidRequestError,
-    InvariantError,
     KevError,
     RequestNotFoundError,
 )
-from common.ports import Clock, RequestSource, ResultStream, WorkStreams
+from common.ports import Clock, RequestSource, ResultStream, Withdrawn, WorkStreams
 from common.types import (
     ChannelDelta,
     ChannelEvent,
@@ -39,15 +41,18 @@ from common.types import (
     ChannelStarted,
     RequestRecord,
     RequestView,
+    Result,
     StreamEvent,
     StreamEventType,
 )
-from common.wakeup import WakeUp
 from common.wording import is_a, shown
 
 _READ_MAX_EVENTS = 256
 _READ_WAIT_S = 5.0
-_SOURCE_INTERVAL_S = 0.5
+_PAUSE_S = 0.5
+_SETTLE_AGAIN_S = 5.0
+"""A question whose outcome was settled and has not come back by then is settled again."""
+_EVENT_TYPES = frozenset({ChannelStarted, ChannelDelta, ChannelResult})
 _LONGEST_WAIT_S = 1e9
 """Every question has its outcome long before; larger integers do not fit into a float."""
 
@@ -56,8 +61,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregatorCounters:
-    """Counters since start."""
+    """Counters since start, and what is kept now."""
 
+    num_open: int
+    """Requests kept with questions that have no outcome."""
+    num_kept: int
+    """Requests kept, with those that have ended."""
     num_outcomes: int
     """Terminal outcomes, placeholders included."""
     num_late: int
@@ -90,36 +99,30 @@ class AggregatorService:
             source: where requests are found that were registered elsewhere, before a restart too; None when all come
                 by ``register``.
         """
-        self._source = source
-        self._adopting = asyncio.Lock()
-        self._completed: deque[str] = deque()
         self._results = results
         self._work = work
-        self._clock = clock
         self._result_ttl_s = settings.result_ttl_s
         self._store = RequestStore(max_requests=settings.max_requests, result_ttl_s=settings.result_ttl_s)
-        self._listeners: list[Callable[[ChannelResult], None]] = []
-        self._withdrawals: deque[tuple[str, tuple[int, ...]]] = deque()
-        self._timetable_changed = WakeUp()
+        self._gathering = Gathering(self._store, clock)
+        self._takeover = None if source is None else Takeover(source, results, self._gathering)
         self._draining = False
-        self._num_outcomes = 0
-        self._num_late = 0
         self._num_unknown = 0
-        self._num_malformed = 0
 
     @property
     def counters(self) -> AggregatorCounters:
-        """Counters since start."""
+        """Counters since start, and what is kept now."""
         return AggregatorCounters(
-            num_outcomes=self._num_outcomes,
-            num_late=self._num_late,
+            num_open=len(self._store.running()),
+            num_kept=len(self._store),
+            num_outcomes=self._gathering.num_outcomes,
+            num_late=self._gathering.num_late,
             num_unknown=self._num_unknown,
-            num_malformed=self._num_malformed,
+            num_malformed=self._gathering.num_malformed,
         )
 
     def add_listener(self, listener: Callable[[ChannelResult], None]) -> None:
         """Call ``listener`` once per question, at its terminal outcome; what it raises is logged only."""
-        self._listeners.append(listener)
+        self._gathering.add_listener(listener)
 
     def begin_drain(self) -> None:
         """Accept no new requests; those registered go on."""
@@ -138,16 +141,12 @@ class AggregatorService:
             DrainingError: shutting down.
             QueueFullError: as many requests as can be kept are running.
         """
-        now = self._look_at_clock()
+        now = self._gathering.drop_expired()
         if self._store.holds(record.request_id, record.content_digest):
             return False
         if self._draining:
             raise DrainingError("Kev is shutting down and accepts no new requests; send it to another instance")
-        next_due_s = self._store.next_due_s()
-        stored = StoredRequest(Collector(record, now))
-        self._store.add(stored, now.monotonic_s)
-        if next_due_s is None or (stored.collector.next_deadline_s or next_due_s) < next_due_s:
-            self._timetable_changed.wake_all()
+        self._gathering.keep(Collector(record, now), now)
         return True
 
     async def lookup(self, request_id: str, content_digest: str) -> bool:
@@ -156,18 +155,13 @@ class AggregatorService:
         Raises:
             RequestConflictError: the id is taken by a request with other content.
         """
-        self._look_at_clock()
+        self._gathering.drop_expired()
         return self._store.holds(request_id, content_digest)
 
     async def withdraw(self, request_id: str) -> None:
         """Cancel a request whose submission did not complete and forget it, so that its id can be used again."""
-        self._look_at_clock()
-        stored = self._store.find(request_id)
-        if stored is None:
-            return
-        self._cancel_open(stored)
-        self._store.remove(request_id)
-        await self._withdraw_work()
+        await self._work.cancel(request_id)
+        self._gathering.forget(request_id)
 
     # ---- the caller's side
 
@@ -176,10 +170,11 @@ class AggregatorService:
 
         Raises:
             RequestNotFoundError: unknown, or its results have expired.
+            StoreUnavailableError: where it may be registered cannot be asked now, or has just lost what it knew.
         """
-        self._look_at_clock()
-        if self._source is not None and is_a(request_id, str) and self._store.find(request_id) is None:
-            await self._adopt(self._source, request_id)
+        self._gathering.drop_expired()
+        if self._takeover is not None and is_a(request_id, str) and self._store.find(request_id) is None:
+            await self._takeover.take(request_id)
         self._get(request_id)
 
     def tenant_of(self, request_id: str) -> str:
@@ -189,6 +184,11 @@ class AggregatorService:
             RequestNotFoundError: it is not at hand.
         """
         return self._get(request_id).collector.record.tenant
+
+    def result_of(self, request_id: str, question_index: int) -> Result | None:
+        """The outcome of a question; None while it has none, or its request is not at hand."""
+        stored = self._store.find(request_id)
+        return None if stored is None else stored.collector.result_of(question_index)
 
     async def poll(self, request_id: str) -> RequestView:
         """The request as it stands.
@@ -238,22 +238,29 @@ class AggregatorService:
         """
         if not is_a(from_event_index, int) or from_event_index < 0:
             raise InvalidRequestError.of("from_event_index", f"{shown(from_event_index)} is not an integer from 0 on")
-        self._look_at_clock()
+        self._gathering.drop_expired()
         return _read_log(self._get(request_id), from_event_index)
 
     async def cancel(self, request_id: str) -> int:
-        """Withdraw every question that has no outcome yet; outcomes that are there stay.
+        """Withdraw every question that has no outcome yet; outcomes that are there stay. Returns when all have one.
 
         Returns:
             How many questions were withdrawn.
 
         Raises:
             RequestNotFoundError: unknown, or its results have expired.
+            StoreUnavailableError: nothing can be withdrawn now.
         """
         await self.load(request_id)
-        num_withdrawn = self._cancel_open(self._get(request_id))
-        await self._withdraw_work()
-        return num_withdrawn
+        stored = self._get(request_id)
+        placeholders = stored.collector.cancelled(self._gathering.now())
+        if not placeholders:
+            return 0
+        withdrawn = await self._settle(stored, placeholders)
+        while not stored.collector.has_outcomes(outcome.question_index for outcome in placeholders):
+            if not await stored.progressed.wait(_SETTLE_AGAIN_S):
+                await self._catch_up(stored)
+        return len(withdrawn)
 
     # ---- the loops
 
@@ -266,14 +273,15 @@ class AggregatorService:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._consume(), name="aggregator-consume")
                 group.create_task(self._keep_deadlines(), name="aggregator-deadlines")
-                if self._source is not None:
-                    group.create_task(self._keep_source(self._source), name="aggregator-source")
+                if self._takeover is not None:
+                    group.create_task(self._takeover.run(), name="aggregator-takeover")
         finally:
             self.begin_drain()
-            if self._source is None:
+            if self._takeover is None:
                 self._end_open()
 
     async def _consume(self) -> None:
+        num_gaps = self._results.num_gaps
         while True:
             try:
                 events = await self._results.read(_READ_MAX_EVENTS, _READ_WAIT_S)
@@ -281,82 +289,73 @@ class AggregatorService:
                 if not error.retryable:
                     raise
                 _log.warning("events cannot be read; trying again: %s", error)
-                await asyncio.sleep(_SOURCE_INTERVAL_S)
+                await asyncio.sleep(_PAUSE_S)
                 continue
+            if self._results.num_gaps != num_gaps:
+                num_gaps = self._results.num_gaps
+                await self._catch_up(*self._store.running())
+            now = self._gathering.now()
             for event in events:
-                if self._source is not None and self._store.find(event.request_id) is None:
-                    await self._adopt_quietly(self._source, event.request_id)
-                self._apply(event)
+                self._apply(event, now)
             # A backlog must not keep the loop from everybody else.
             await asyncio.sleep(0)
 
+    def _apply(self, event: ChannelEvent | Withdrawn, now: Moment) -> None:
+        if isinstance(event, Withdrawn):
+            self._forget(event.request_id)
+            return
+        if type(event) not in _EVENT_TYPES:
+            self._gathering.drop(event)
+            return
+        stored = self._store.find(event.request_id)
+        if stored is not None:
+            self._gathering.feed(stored, event, now)
+        elif self._takeover is not None:
+            self._takeover.meet(event)
+        else:
+            self._num_unknown += 1
+
+    def _forget(self, request_id: str) -> None:
+        self._gathering.forget(request_id)
+        if self._takeover is not None:
+            self._takeover.forget(request_id)
+
     async def _keep_deadlines(self) -> None:
         while True:
-            await self._withdraw_work()
-            now = self._look_at_clock()
-            if self._withdrawals:
-                continue
-            next_due_s = self._store.next_due_s()
-            await self._timetable_changed.wait(None if next_due_s is None else max(0.0, next_due_s - now.monotonic_s))
-
-    async def _keep_source(self, source: RequestSource) -> None:
-        """Report finished requests, and take over those whose time is over without a sign of life."""
-        while True:
-            while self._completed:
+            now = self._gathering.drop_expired()
+            for stored, placeholders in self._store.due(now, again_after_s=_SETTLE_AGAIN_S):
                 try:
-                    await source.complete(self._completed[0])
+                    await self._settle(stored, placeholders)
                 except KevError:
-                    _log.exception("could not report a finished request; trying again")
-                    break
-                self._completed.popleft()
-            try:
-                for request_id in await source.overdue():
-                    if self._store.find(request_id) is None:
-                        await self._adopt_quietly(source, request_id)
-            except KevError:
-                _log.exception("could not look for overdue requests; trying again")
-            await asyncio.sleep(_SOURCE_INTERVAL_S)
+                    _log.exception("could not settle %d timeouts; trying again", len(placeholders))
+            next_due_s = self._store.next_due_s()
+            left_s = None if next_due_s is None else max(0.0, next_due_s - self._gathering.now().monotonic_s)
+            await self._gathering.due_sooner.wait(left_s)
 
     # ---- inside
+
+    async def _settle(self, stored: StoredRequest, placeholders: tuple[ChannelResult, ...]) -> list[int]:
+        """Give open questions their placeholders; returns those that had no other outcome before."""
+        settled = await self._results.settle(placeholders)
+        if len(settled) < len(placeholders):
+            await self._catch_up(stored)
+        return settled
+
+    async def _catch_up(self, *requests: StoredRequest) -> None:
+        """Take in what the result stream may have missed; what cannot be had now comes when the requests are due."""
+        if self._takeover is None:
+            return
+        try:
+            for stored in requests:
+                await self._takeover.catch_up(stored)
+        except KevError as error:
+            _log.warning("could not look for missed events of %d requests: %s", len(requests), error)
 
     def _end_open(self) -> None:
         """Nobody else could give the open questions an outcome: they end as cancelled."""
         error = DrainingError("Kev shut down before this question had an outcome; submit it again").info
-        now = self._now()
         for stored in self._store.running():
-            self._settle(stored, stored.collector.cancel(now, error), now)
-
-    async def _adopt(self, source: RequestSource, request_id: str) -> None:
-        """Take a request over with all that has happened to it; does nothing if there is no such request."""
-        async with self._adopting:
-            found = await source.find(request_id)
-            if found is None or self._store.find(request_id) is not None:
-                return
-            past = await source.history(request_id)
-            now, age_s = self._now(), found.age_ms / 1000
-            accepted = Moment(monotonic_s=now.monotonic_s - age_s, unix_s=now.unix_s - age_s)
-            self._store.add(StoredRequest(Collector(found.record, accepted)), now.monotonic_s)
-            for event in past:
-                self._apply(event)
-            self._timetable_changed.wake_all()
-
-    async def _adopt_quietly(self, source: RequestSource, request_id: str) -> None:
-        try:
-            await self._adopt(source, request_id)
-        except KevError:
-            _log.exception("could not take over a request; its next event or its deadline tries again")
-
-    def _now(self) -> Moment:
-        return Moment(monotonic_s=self._clock.monotonic(), unix_s=self._clock.time())
-
-    def _look_at_clock(self) -> Moment:
-        """Time out and forget whatever is due; called first by everything that reads or changes state."""
-        now = self._now()
-        for stored, placeholders in self._store.expire_questions(now):
-            self._drop_work(stored, placeholders)
-            self._settle(stored, placeholders, now)
-        self._store.drop_expired(now.monotonic_s)
-        return now
+            self._gathering.end(stored, error)
 
     def _get(self, request_id: str) -> StoredRequest:
         stored = self._store.find(request_id) if is_a(request_id, str) else None
@@ -366,74 +365,6 @@ class AggregatorService:
                 f"(they are kept for {self._result_ttl_s:g} s after the last outcome); submit it again"
             )
         return stored
-
-    def _apply(self, event: ChannelEvent) -> None:
-        try:
-            stored = self._store.find(event.request_id)
-            if stored is None:
-                self._num_unknown += 1
-                return
-            self._feed(stored, event)
-        except Exception:
-            # Whatever a peer sent: the loop serves all other requests too. The text of a question is never logged.
-            self._num_malformed += 1
-            _log.exception("dropped a malformed %s event", type(event).__name__)
-
-    def _feed(self, stored: StoredRequest, event: ChannelEvent) -> None:
-        now = self._now()
-        match event:
-            case ChannelStarted():
-                stored.collector.start(event, now)
-            case ChannelDelta():
-                stored.collector.append(event, now)
-            case ChannelResult():
-                if not stored.collector.place(event, now):
-                    self._num_late += 1
-                    return
-                self._settle(stored, (event,), now)
-            case _:
-                raise InvariantError("the event is of no known type")
-        stored.progressed.wake_all()
-
-    def _settle(self, stored: StoredRequest, outcomes: Iterable[ChannelResult], now: Moment) -> None:
-        """Tell everybody about outcomes that the collector has just placed."""
-        for outcome in outcomes:
-            self._num_outcomes += 1
-            for listener in self._listeners:
-                try:
-                    listener(outcome)
-                except Exception:
-                    _log.exception("a listener failed on question %d", outcome.question_index)
-        if stored.collector.done and not stored.finished.is_set():
-            self._store.finish(stored, now.monotonic_s)
-            if self._source is not None:
-                self._completed.append(stored.request_id)
-            stored.finished.set()
-        stored.progressed.wake_all()
-
-    def _cancel_open(self, stored: StoredRequest) -> int:
-        now = self._now()
-        placeholders = stored.collector.cancel(now)
-        self._drop_work(stored, placeholders)
-        self._settle(stored, placeholders, now)
-        return len(placeholders)
-
-    def _drop_work(self, stored: StoredRequest, placeholders: tuple[ChannelResult, ...]) -> None:
-        if placeholders:
-            self._withdrawals.append((stored.request_id, tuple(outcome.question_index for outcome in placeholders)))
-            self._timetable_changed.wake_all()
-
-    async def _withdraw_work(self) -> None:
-        """Cancel outstanding work; one that is interrupted stays in line, cancelling twice does no harm."""
-        while self._withdrawals:
-            withdrawal = self._withdrawals[0]
-            try:
-                await self._work.cancel(*withdrawal)
-            except KevError:
-                # The item's own time budget ends the work then.
-                _log.exception("could not withdraw %d questions from the work streams", len(withdrawal[1]))
-            if self._withdrawals and self._withdrawals[0] is withdrawal:
-                self._withdrawals.popleft()
 
 
 def _is_number(value: object) -> bool:

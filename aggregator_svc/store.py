@@ -117,18 +117,18 @@ class RequestStore:
         """All requests with open questions."""
         return list(self._running.values())
 
-    def expire_questions(self, now: Moment) -> list[tuple[StoredRequest, tuple[ChannelResult, ...]]]:
-        """Place the placeholders of every question whose deadline has come; returns them by request."""
-        expired: list[tuple[StoredRequest, tuple[ChannelResult, ...]]] = []
+    def due(self, now: Moment, *, again_after_s: float) -> list[tuple[StoredRequest, tuple[ChannelResult, ...]]]:
+        """Placeholders of every question that is due, by request; see ``Collector.due``."""
+        due: list[tuple[StoredRequest, tuple[ChannelResult, ...]]] = []
         while self._deadlines and self._deadlines[0][0] <= now.monotonic_s:
             stored = self._running.get(heapq.heappop(self._deadlines)[1])
             if stored is None:
                 continue
-            placeholders = stored.collector.expire(now)
+            placeholders = stored.collector.due(now, again_after_s=again_after_s)
             self._push_deadline(stored)
             if placeholders:
-                expired.append((stored, placeholders))
-        return expired
+                due.append((stored, placeholders))
+        return due
 
     def drop_expired(self, now_s: float) -> None:
         """Forget finished requests whose time is over."""

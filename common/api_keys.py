@@ -19,8 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from common.edge_errors import PermissionDeniedError, UnauthenticatedError
-from common.errors import ConfigError
+from common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from common.field_rules import WrongValue, name
 
 OPERATOR = "*"

@@ -24,6 +24,7 @@ from common.config_sections import (
     DeployConfig,
     DeployMode,
     IsolationConfig,
+    ObservabilityConfig,
     Precision,
     RouterConfig,
     Section,
@@ -51,6 +52,7 @@ class Config(Section):
     aggregator: AggregatorConfig = AggregatorConfig()
     server: ServerConfig = ServerConfig()
     cluster: ClusterConfig = ClusterConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     debug: DebugConfig = DebugConfig()
 
     @classmethod

@@ -46,6 +46,7 @@ class Backend(StrEnum):
     """Implementation of the isolated attention."""
 
     AUTO = "auto"
+    NATIVE = "native"
     CPU = "cpu"
     REFERENCE = "reference"
     FLEX = "flex"
@@ -58,6 +59,15 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a line of the log looks."""
+
+    TEXT = "text"
+    """For people."""
+    JSON = "json"
+    """One JSON object a line."""
 
 
 _Lax = Strict(strict=False)
@@ -109,6 +119,8 @@ class RouterConfig(Section):
     """Wording removed before routing: nothing, repeated punctuation and blanks, or also filler words."""
     channel_queue_size: int = Field(default=8, ge=1, le=100_000)
     """Outstanding questions that one channel holds, the running one included."""
+    channel_queue_bytes: int = Field(default=33_554_432, ge=1, le=1_099_511_627_776)
+    """Bytes (of store memory, or 4 a token) from which on a channel that holds something takes no more."""
     overflow_queue_size: int = Field(default=256, ge=1, le=1_000_000)
     """Questions that the overflow queue holds (overflow_policy: queue)."""
     breaker_queue_length: int = Field(default=1, ge=0, le=100_000)
@@ -159,6 +171,8 @@ class IsolationConfig(Section):
     """KV per channel: what it needs, the same plus prefixes kept for later requests, or max_context for every slot."""
     knowledge_prefix: str = ""
     """The operator's text in front of every prompt."""
+    replay_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of answers that are computed again, alone, and compared; others wait meanwhile. A difference fails one."""
 
 
 class CoreConfig(Section):
@@ -185,11 +199,13 @@ class CoreConfig(Section):
     num_threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the forward pass; 0 uses every core."""
     backend: Annotated[Backend, _Lax] = Backend.AUTO
-    """Attention implementation; flex is for device cuda, reference is slow and for comparison."""
+    """What runs the forward: auto takes native where it knows the model, cpu is torch, flex is for device cuda."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$"), Allowed("one of cpu, cuda or cuda:N")] = "cpu"
     """Where the model runs."""
     cache_dir: str = ""
     """Directory for converted models; empty is the user's cache directory."""
+    keep_packed: bool = True
+    """Keep models packed for the native kernels in cache_dir, so that the next start maps them into memory."""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -235,6 +251,15 @@ class DebugConfig(Section):
     """File that gets one JSON line per forward pass, with the summary of its mask; empty writes none."""
     log_level: Annotated[LogLevel, _Lax] = LogLevel.INFO
     """Least important messages that are logged."""
+
+
+class ObservabilityConfig(Section):
+    """``kev.observability``."""
+
+    metrics_port: int = Field(default=0, ge=0, le=65_535)
+    """TCP port on which a service tells its metrics (GET /metrics, on cluster.bind_host); 0 opens none."""
+    log_format: Annotated[LogFormat, _Lax] = LogFormat.TEXT
+    """Lines of the log: text, or JSON objects with the ids of request and trace."""
 
 
 class NodeEngine(StrEnum):

@@ -7,13 +7,19 @@ KevError
 ├── ModelError                 MODEL_UNAVAILABLE      a model cannot be found, read or converted
 │   └── UnsupportedModelError  MODEL_UNSUPPORTED      the architecture cannot be isolated
 ├── IsolationUnavailableError  ISOLATION_UNAVAILABLE  the asked level cannot be kept on this machine
+├── IsolationViolationError    ISOLATION_VIOLATION    an answer changed when its question was asked alone again
 ├── QueueFullError             QUEUE_FULL             no room; carries retry_after_s
 ├── RequestNotFoundError       REQUEST_NOT_FOUND      unknown or expired request id
 ├── RequestConflictError       REQUEST_ID_CONFLICT    same id, other content
+├── RequestWithdrawnError      REQUEST_WITHDRAWN      same id, but its call ended early and withdrew it
 ├── DeadlineExceededError      BUDGET_SPENT           the time budget is used up
 ├── StoreUnavailableError      STORE_UNAVAILABLE      Redis is away, read-only or full
+├── ServiceUnavailableError    SERVICE_UNAVAILABLE    nobody answers at the address, or the connection broke
 ├── DrainingError              NODE_DRAINING          shutting down, accepts nothing new
 ├── EngineDeadError            ENGINE_DEAD            the model thread ended; restart is needed
+├── UnauthenticatedError       UNAUTHENTICATED        no API key, or none that is known
+├── PermissionDeniedError      PERMISSION_DENIED      the API key is for other methods
+├── MessageTooLargeError       MESSAGE_TOO_LARGE      a message is above the limit that both ends share
 ├── NonFiniteLogitsError       NON_FINITE_LOGITS      the model gave NaN or infinity for one question
 ├── OutOfMemoryError           OUT_OF_MEMORY          one question did not fit into memory at run time
 └── InvariantError             INTERNAL_BUG           Kev broke its own rule; never caused by input
@@ -119,6 +125,12 @@ class IsolationUnavailableError(KevError):
     http_status = 409
 
 
+class IsolationViolationError(KevError):
+    """A replay alone gave other bits than the answer in company: the answer is not handed out."""
+
+    reason = "ISOLATION_VIOLATION"
+
+
 class QueueFullError(KevError):
     """There is no room for the request now.
 
@@ -135,6 +147,14 @@ class QueueFullError(KevError):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
+    @classmethod
+    def of_channel(cls, channel_id: int, held: int, limit: int, unit: str) -> QueueFullError:
+        """A channel is at one of its bounds, in ``unit`` (questions or bytes)."""
+        return cls(
+            f"channel {channel_id} already holds {held} {unit}, its limit is {limit}; try again later",
+            retry_after_s=1.0,
+        )
+
 
 class RequestNotFoundError(KevError):
     """No such request, or its results have expired."""
@@ -149,6 +169,19 @@ class RequestConflictError(KevError):
 
     reason = "REQUEST_ID_CONFLICT"
     grpc_code = "ALREADY_EXISTS"
+    http_status = 409
+
+    @classmethod
+    def of(cls, request_id: str) -> RequestConflictError:
+        """An id that is taken."""
+        return cls(f"request id {request_id!r} is already used by a request with other content; choose another id")
+
+
+class RequestWithdrawnError(KevError):
+    """The request was withdrawn when the call that asked it ended early; its id is used up."""
+
+    reason = "REQUEST_WITHDRAWN"
+    grpc_code = "ABORTED"
     http_status = 409
 
 
@@ -167,6 +200,39 @@ class StoreUnavailableError(KevError):
     grpc_code = "UNAVAILABLE"
     http_status = 503
     retryable = True
+
+
+class ServiceUnavailableError(KevError):
+    """Nobody answers, or the connection broke; whether the call took effect is not known."""
+
+    reason = "SERVICE_UNAVAILABLE"
+    grpc_code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+
+class UnauthenticatedError(KevError):
+    """The caller gave no API key, or none that is known."""
+
+    reason = "UNAUTHENTICATED"
+    grpc_code = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class PermissionDeniedError(KevError):
+    """The caller's API key does not reach this far."""
+
+    reason = "PERMISSION_DENIED"
+    grpc_code = "PERMISSION_DENIED"
+    http_status = 403
+
+
+class MessageTooLargeError(KevError):
+    """A request or an answer does not fit into one message."""
+
+    reason = "MESSAGE_TOO_LARGE"
+    grpc_code = "RESOURCE_EXHAUSTED"
+    http_status = 413
 
 
 class DrainingError(KevError):
@@ -206,11 +272,12 @@ class InvariantError(KevError):
 
 
 def all_errors() -> tuple[type[KevError], ...]:
-    """Every concrete error class, for the table tests and the codec."""
+    """Every class of this table, for its tests and the codec; a room's own refinements travel as what they refine."""
     found: list[type[KevError]] = []
     todo: list[type[KevError]] = [KevError]
     while todo:
         cls = todo.pop(0)
-        found.append(cls)
+        if cls.__module__ == __name__:
+            found.append(cls)
         todo.extend(cls.__subclasses__())
     return tuple(found)

@@ -22,14 +22,22 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.codec.status import DETAILS_KEY, decode_status
-from common.edge_errors import (
+from common.errors import (
+    ConfigError,
+    DeadlineExceededError,
+    DrainingError,
+    EngineDeadError,
+    InvariantError,
+    KevError,
     MessageTooLargeError,
     PermissionDeniedError,
     ServiceUnavailableError,
     UnauthenticatedError,
 )
-from common.errors import ConfigError, DeadlineExceededError, DrainingError, EngineDeadError, InvariantError, KevError
-from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles, channel_credentials, client_options
+from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, channel_credentials, client_options
+from common.tls_files import TlsFiles
+from common.tracing.context import HEADER as TRACE_HEADER
+from common.tracing.context import traceparent
 
 READ_DEADLINE_S = 10.0
 """Deadline of calls that only look something up."""
@@ -129,13 +137,21 @@ class Peer:
         self._budget.earn()
         return Patience(self._settings.patience_s, self._budget)
 
-    async def call(self, method: Any, request: Any, deadline_s: float = READ_DEADLINE_S) -> Any:
+    async def call(
+        self,
+        method: Any,
+        request: Any,
+        deadline_s: float = READ_DEADLINE_S,
+        *,
+        first_metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Any:
         """The answer of a method with one answer.
 
         Args:
             method: of a stub made with ``channel``.
             request: its request.
             deadline_s: seconds for the call, tries included.
+            first_metadata: goes with the first try only.
 
         Raises:
             KevError: what the server raised, or why it could not be asked.
@@ -144,8 +160,9 @@ class Peer:
         patience = self.patience()
         while True:
             try:
-                return await self._once(method, request, max(0.001, end_s - time.monotonic()))
+                return await self._once(method, request, max(0.001, end_s - time.monotonic()), first_metadata)
             except KevError as error:
+                first_metadata = ()
                 if time.monotonic() >= end_s:
                     raise
                 await patience.pause_after(error)
@@ -159,7 +176,7 @@ class Peer:
         self._check_request(request)
         call = None
         try:
-            call = method(request, timeout=deadline_s, metadata=self._metadata)
+            call = method(request, timeout=deadline_s, metadata=self._metadata_now())
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
@@ -190,10 +207,12 @@ class Peer:
         self._closed = True
         await self.channel.close(None)
 
-    async def _once(self, method: Any, request: Any, deadline_s: float) -> Any:
+    async def _once(
+        self, method: Any, request: Any, deadline_s: float, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> Any:
         self._check_request(request)
         try:
-            return await method(request, timeout=deadline_s, metadata=self._metadata)
+            return await method(request, timeout=deadline_s, metadata=(*self._metadata_now(), *metadata))
         except grpc.aio.AioRpcError as error:
             raise self._error_of(error) from None
         except grpc.aio.UsageError:
@@ -201,6 +220,11 @@ class Peer:
         except asyncio.CancelledError:
             self._check_cancelled_by_us()
             raise
+
+    def _metadata_now(self) -> tuple[tuple[str, str], ...]:
+        """What goes with a call: the key, and the trace that it belongs to."""
+        trace = traceparent()
+        return (*self._metadata, (TRACE_HEADER, trace)) if trace else self._metadata
 
     def _check_request(self, request: Any) -> None:
         limit_bytes = self._settings.max_message_bytes

@@ -10,14 +10,16 @@ Not here: the server (``common.grpc_server``), calls (``common.grpc_calls``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from common.errors import ConfigError
+from common.tls_files import TlsFiles
 
 DEFAULT_MAX_MESSAGE_BYTES = 8_388_608
+NEW_ID_KEY = "kev-new-id"
+"""Metadata of a submission whose request id was made for it and not sent before: it may be refused unread."""
 LONGEST_CALL_S = 60.0
 """Kev's client cuts longer waits into calls of this length."""
 
@@ -69,20 +71,6 @@ def _shared_options(max_message_bytes: int) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files of one end."""
-
-    cert_file: str = ""
-    """Own certificate chain; a client needs it only where servers ask for it."""
-    key_file: str = ""
-    """Private key of the certificate."""
-    ca_file: str = ""
-    """Whom to trust. Server: set means that clients must present a certificate. Client: empty is the system's list."""
-    server_name: str = ""
-    """Client only: name in the server's certificate when it is not that of the target."""
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials | None:

@@ -20,9 +20,9 @@ from common.codec import (
     decode_rules,
     encode_query,
 )
-from common.edge_errors import MessageTooLargeError
-from common.errors import InvalidRequestError, PromptTooLongError
+from common.errors import InvalidRequestError, MessageTooLargeError, PromptTooLongError
 from common.grpc_calls import Peer
+from common.grpc_options import NEW_ID_KEY
 from common.request import RequestRules, parse_request
 from common.types import ChannelSnapshot, EngineStats, IsolationReport, NodeStats
 from kev.v1 import router_service_pb2 as pb
@@ -42,10 +42,11 @@ class RouterCalls:
         self._peer = peer
         self._stub: Any = stubs.RouterServiceStub(peer.channel)
 
-    async def submit(self, queries: object, options: Mapping[str, object]) -> str:
+    async def submit(self, queries: object, options: Mapping[str, object], *, has_new_id: bool = False) -> str:
         """Accept a request; arguments as ``parse_request``.
 
-        Tried again when its answer was lost, so give it a ``request_id``: it then joins itself.
+        Tried again when its answer was lost, so give it a ``request_id``: it then joins itself. ``has_new_id``: the id
+        was made for this call, so that a router without room need not look whether it knows it.
 
         Raises:
             InvalidRequestError: a field is wrong; nothing was started.
@@ -59,7 +60,10 @@ class RouterCalls:
             raise InvalidRequestError.of("queries", told) from None
         try:
             response = await self._peer.call(
-                self._stub.SubmitQuery, pb.SubmitQueryRequest(query=query), _patient(query)
+                self._stub.SubmitQuery,
+                pb.SubmitQueryRequest(query=query),
+                _patient(query),
+                first_metadata=((NEW_ID_KEY, "1"),) if has_new_id else (),
             )
         except (InvalidRequestError, MessageTooLargeError) as error:
             if not isinstance(error, PromptTooLongError):
@@ -110,5 +114,7 @@ def _together(nodes: Sequence[NodeStats]) -> NodeStats:
         kv_bytes_used=sum(node.kv_bytes_used for node in nodes),
         kv_bytes_total=sum(node.kv_bytes_total for node in nodes),
         num_prefixes=sum(node.num_prefixes for node in nodes),
+        num_replayed=sum(node.num_replayed for node in nodes),
+        num_violations=sum(node.num_violations for node in nodes),
         alive=any(node.alive for node in nodes),
     )

@@ -21,8 +21,9 @@ from grpc_reflection.v1alpha import reflection
 
 from common.api_keys import ApiKeys
 from common.errors import ConfigError
-from common.grpc_interceptors import Admission, deadline_interceptor, error_interceptor, key_interceptor
-from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles, server_credentials, server_options
+from common.grpc_interceptors import Admission, CallGuard, CallWatcher
+from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, server_credentials, server_options
+from common.tls_files import TlsFiles
 
 _aio_health: Any = health.aio  # type: ignore[attr-defined]  # the stubs lack it
 
@@ -64,14 +65,22 @@ class GrpcServerSettings:
 class GrpcServer:
     """A server for some servicers, for one event loop."""
 
-    def __init__(self, settings: GrpcServerSettings, servicers: Sequence[Servicer]) -> None:
+    def __init__(
+        self, settings: GrpcServerSettings, servicers: Sequence[Servicer], watcher: CallWatcher | None = None
+    ) -> None:
         """Prepare the server; nothing listens before ``start``.
+
+        Args:
+            settings: where and how it listens.
+            servicers: what it serves.
+            watcher: is told of every call, health excepted.
 
         Raises:
             ConfigError: certificates or keys cannot be read.
         """
         self._settings = settings
         self._servicers = tuple(servicers)
+        self._watcher = watcher
         self._keys = ApiKeys.from_file(settings.api_keys_file)
         self._credentials = server_credentials(settings.tls)
         self._admission = Admission()
@@ -90,10 +99,13 @@ class GrpcServer:
         operator_services: set[str] = set()
         server = grpc.aio.server(
             interceptors=[
-                error_interceptor(),
-                key_interceptor(self._keys, operator_services),
-                self._admission.interceptor(),
-                deadline_interceptor(settings.default_deadline_s),
+                CallGuard(
+                    keys=self._keys,
+                    operator_services=operator_services,
+                    admission=self._admission,
+                    default_deadline_s=settings.default_deadline_s,
+                    watcher=self._watcher,
+                )
             ],
             options=server_options(settings.max_message_bytes, settings.max_connection_age_s),
         )

@@ -19,10 +19,11 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+from common.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     import grpc
@@ -30,21 +31,8 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthTls:
-    """PEM files of a TLS connection; an empty name leaves that part out."""
-
-    ca_file: str
-    """Whom the server's certificate must be signed by."""
-    cert_file: str = ""
-    """The certificate to show, for servers that ask for one."""
-    key_file: str = ""
-    server_name: str = ""
-    """Name in the server's certificate; empty is the host that is dialled."""
-
-
 def health_problem(
-    target: str, service: str = "", *, tls: HealthTls | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    target: str, service: str = "", *, tls: TlsFiles | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> str | None:
     """Why ``target`` is not healthy; None when it is. Blocks for ``timeout_s`` at most.
 
@@ -60,7 +48,7 @@ def health_problem(
         if target.startswith("redis://"):
             return _redis_problem(target, timeout_s)
         return _grpc_problem(target, service, tls, timeout_s)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ConfigError) as error:
         return str(error) or type(error).__name__
 
 
@@ -82,7 +70,7 @@ def _redis_problem(url: str, timeout_s: float) -> str | None:
     return None if answer == "+PONG" else answer or "no answer"
 
 
-def _grpc_problem(target: str, service: str, tls: HealthTls | None, timeout_s: float) -> str | None:
+def _grpc_problem(target: str, service: str, tls: TlsFiles | None, timeout_s: float) -> str | None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -96,22 +84,17 @@ def _grpc_problem(target: str, service: str, tls: HealthTls | None, timeout_s: f
     return None if answer.status == serving.SERVING else serving.Name(answer.status)
 
 
-def _channel(target: str, tls: HealthTls | None) -> grpc.Channel:
+def _channel(target: str, tls: TlsFiles | None) -> grpc.Channel:
     import grpc
+
+    from common.grpc_options import channel_credentials
 
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if tls is None:
         return grpc.insecure_channel(target, options)
     if tls.server_name:
         options.append(("grpc.ssl_target_name_override", tls.server_name))
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_bytes(tls.ca_file), private_key=_bytes(tls.key_file), certificate_chain=_bytes(tls.cert_file)
-    )
-    return grpc.secure_channel(target, credentials, options)
-
-
-def _bytes(name: str) -> bytes | None:
-    return Path(name).read_bytes() if name else None
+    return grpc.secure_channel(target, channel_credentials(tls), options)
 
 
 def argument_parser() -> argparse.ArgumentParser:
@@ -130,7 +113,7 @@ def argument_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns its exit code."""
     given = argument_parser().parse_args(arguments)
-    tls = HealthTls(ca_file=given.ca, cert_file=given.cert, key_file=given.key, server_name=given.server_name)
+    tls = TlsFiles(ca_file=given.ca, cert_file=given.cert, key_file=given.key, server_name=given.server_name)
     problem = health_problem(given.target, given.service, tls=tls if given.ca else None, timeout_s=given.timeout_s)
     if problem is not None:
         print(f"{given.target}: {problem}", file=sys.stderr)

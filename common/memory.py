@@ -4,9 +4,9 @@ Invariants and semantics: every operation changes state in one piece between two
 happened or not, and no waiting call can lose an item. A lease that ran out stays with its holder until somebody else
 takes the item; from then on the former holder is refused. Each grant of a lease has its own id, so a handed-back or
 lost lease never works again, whatever its attempt number. The whole transport is one consumer: at most one item of a
-channel is leased at a time. Entries are bounded per channel; unread events are bounded in total, and a full event
-stream makes ``emit`` and ``commit`` wait for its reader (back-pressure, nothing dropped). Durations come from the
-clock; only the length of a wait is real time.
+channel is leased at a time. Entries and their bytes are bounded per channel. Unread progress is bounded in total: a
+full event stream refuses more until its reader has read, and takes outcomes, which are bounded by what was admitted.
+Durations come from the clock; only the length of a wait is real time.
 
 Not here: durability (the process is the unit of failure), the decision to dead-letter (the worker counts attempts).
 """
@@ -20,21 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import InvalidRequestError, InvariantError, KevError, QueueFullError
-from common.ports import Clock, CommitState, Lease
-from common.types import (
-    ChannelDelta,
-    ChannelEvent,
-    ChannelResult,
-    ChannelStarted,
-    ErrorInfo,
-    FinishReason,
-    WorkItem,
-)
+from common.ports import Clock, Lease, Report, ReportState
+from common.types import ChannelEvent, ChannelResult, ErrorInfo, FinishReason, WorkItem
 from common.wakeup import WakeUp
 
 _MAX_DEAD_LETTERS = 100
 _MAX_NOTICES = 65_536
-_RETRY_AFTER_S = 1.0
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +43,7 @@ class _Entry:
     item: WorkItem
     order: int
     published_at_s: float
+    num_bytes: int
     attempt: int = 0
     lease_id: str = ""
     """Of the current lease; empty while the entry waits."""
@@ -61,6 +54,7 @@ class _Entry:
 class _Channel:
     waiting: deque[_Entry] = field(default_factory=deque)
     leased: _Entry | None = None
+    num_bytes: int = 0
 
     @property
     def depth(self) -> int:
@@ -95,6 +89,7 @@ class MemoryTransport:
         clock: Clock,
         lease_timeout_s: float = 15.0,
         max_entries_per_channel: int = 1024,
+        max_bytes_per_channel: int = 67_108_864,
         max_events: int = 65_536,
     ) -> None:
         """Create empty streams.
@@ -104,24 +99,28 @@ class MemoryTransport:
             clock: measures ages and leases.
             lease_timeout_s: seconds a lease holds without renewal.
             max_entries_per_channel: most items of one channel that wait or are leased.
-            max_events: most events that wait for their reader.
+            max_bytes_per_channel: a channel takes no further item once its items have so many bytes.
+            max_events: unread events from which on no more progress is taken.
         """
-        if min(num_channels, max_entries_per_channel, max_events) < 1 or lease_timeout_s <= 0:
-            raise InvariantError("a memory transport needs at least one channel, entry and event, and a lease time")
+        sizes = (num_channels, max_entries_per_channel, max_bytes_per_channel, max_events)
+        if min(sizes) < 1 or lease_timeout_s <= 0:
+            raise InvariantError("a memory transport needs room for something, and a lease time")
         self._channels = [_Channel() for _ in range(num_channels)]
         self._entries: dict[str, dict[int, _Entry]] = {}
         self._clock = clock
         self._lease_timeout_s = lease_timeout_s
         self._max_entries_per_channel = max_entries_per_channel
+        self._max_bytes_per_channel = max_bytes_per_channel
         self._max_events = max_events
         self._events: deque[ChannelEvent] = deque()
+        self._unread: set[tuple[str, int]] = set()
+        """Questions whose outcome is among the events."""
         self._notices: dict[tuple[str, int], None] = {}
         self._dead_letters: deque[DeadLetter] = deque(maxlen=_MAX_DEAD_LETTERS)
         self._orders = itertools.count()
         self._grants = itertools.count()
         self._work_changed = WakeUp()
         self._events_changed = WakeUp()
-        self._room_changed = WakeUp()
         self._notices_changed = WakeUp()
 
     @property
@@ -131,36 +130,23 @@ class MemoryTransport:
 
     # ---- router's side
 
-    async def publish(self, item: WorkItem) -> None:
-        """Append the item to its channel's stream; see ``common.ports.WorkStreams``."""
-        if not 0 <= item.channel_id < len(self._channels):
-            raise InvalidRequestError.of(
-                "channel_id", f"{item.channel_id} does not exist; channels are 0 to {len(self._channels) - 1}"
-            )
-        if self._find(item.key) is not None:
-            return
-        channel = self._channels[item.channel_id]
-        if channel.depth >= self._max_entries_per_channel:
-            raise QueueFullError(
-                f"channel {item.channel_id} already holds {channel.depth} questions, its limit; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        entry = _Entry(item=item, order=next(self._orders), published_at_s=self._clock.monotonic())
-        self._entries.setdefault(item.request_id, {})[item.question_index] = entry
-        channel.waiting.append(entry)
+    async def publish(self, items: Sequence[WorkItem]) -> list[QueueFullError | None]:
+        """Append items to their channels' streams; see ``common.ports.WorkStreams``."""
+        for item in items:
+            if not 0 <= item.channel_id < len(self._channels):
+                raise InvalidRequestError.of(
+                    "channel_id", f"{item.channel_id} does not exist; channels are 0 to {len(self._channels) - 1}"
+                )
+        refusals = [self._append(item) for item in items]
         self._work_changed.wake_all()
+        return refusals
 
     async def cancel(self, request_id: str, question_indexes: Sequence[int] | None = None) -> None:
         """Withdraw questions; a withdrawn lease answers False from now on; see ``common.ports.WorkStreams``."""
         entries = self._entries.get(request_id, {})
         indexes: Iterable[int] = list(entries) if question_indexes is None else question_indexes
         for index in indexes:
-            entry = entries.get(index)
-            if entry is None:
-                continue
-            if entry.lease_id:
-                self._notify(entry.item.key)
-            self._remove(entry)
+            self._withdraw((request_id, index))
 
     async def depths(self) -> list[int]:
         """Items per channel that are waiting or leased, index = channel id."""
@@ -185,52 +171,23 @@ class MemoryTransport:
             pass
         return leases
 
-    async def renew(self, lease: Lease) -> bool:
-        """Extend the lease by the full lease time."""
-        entry = self._held(lease)
-        if entry is None:
-            return False
-        entry.expires_at_s = self._clock.monotonic() + self._lease_timeout_s
-        return True
+    async def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Extend leases by the full lease time; see ``common.ports.WorkStreams``."""
+        entries = [self._held(lease) for lease in leases]
+        for entry in entries:
+            if entry is not None:
+                entry.expires_at_s = self._clock.monotonic() + self._lease_timeout_s
+        return [entry is not None for entry in entries]
 
-    async def emit(self, lease: Lease, event: ChannelStarted | ChannelDelta) -> bool:
-        """Report progress to the aggregator.
+    async def report(self, reports: Sequence[Report]) -> list[ReportState]:
+        """Tell the aggregator what happened; see ``common.ports.WorkStreams``."""
+        return [self._take_in(report) for report in reports]
 
-        Raises:
-            InvariantError: the event is about another question or attempt than the lease.
-        """
-        entry = await self._held_with_room(lease, event)
-        if entry is None:
-            return False
-        self._report(event)
-        return True
-
-    async def commit(self, lease: Lease, result: ChannelResult) -> CommitState:
-        """Report the outcome and remove the item in one step.
-
-        Raises:
-            InvariantError: the result is about another question or attempt than the lease.
-        """
-        entry = await self._held_with_room(lease, result)
-        if entry is None:
-            # An entry leaves only with an outcome: committed, dead-lettered or withdrawn.
-            return CommitState.ALREADY_COMMITTED if self._find(lease.item.key) is None else CommitState.STALE
-        self._remove(entry)
-        self._report(result)
-        return CommitState.COMMITTED
-
-    async def hand_back(self, lease: Lease) -> bool:
-        """Return an unstarted item at once to the head of its channel; it does not count as an attempt."""
-        entry = self._held(lease)
-        if entry is None:
-            return False
-        entry.attempt -= 1
-        entry.lease_id = ""
-        channel = self._channels[entry.item.channel_id]
-        channel.leased = None
-        channel.waiting.appendleft(entry)
+    async def hand_back(self, leases: Sequence[Lease]) -> list[bool]:
+        """Return unstarted items at once to the heads of their channels; see ``common.ports.WorkStreams``."""
+        handed_back = [self._put_back(lease) for lease in leases]
         self._work_changed.wake_all()
-        return True
+        return handed_back
 
     async def dead_letter(self, lease: Lease, error: KevError) -> bool:
         """Set the item aside and report an error outcome for its question."""
@@ -246,7 +203,7 @@ class MemoryTransport:
             attempt=lease.attempt,
             error=error.info,
         )
-        if await self.commit(lease, outcome) is not CommitState.COMMITTED:
+        if self._take_in(Report(lease=lease, events=(outcome,))) is not ReportState.COMMITTED:
             return False
         self._dead_letters.append(DeadLetter(item=item, attempt=lease.attempt, error=error.info))
         return True
@@ -264,11 +221,86 @@ class MemoryTransport:
         """Take up to ``max_events`` events; waits up to ``wait_s`` seconds for the first one."""
         await _until(lambda: bool(self._events), self._events_changed, wait_s)
         taken = [self._events.popleft() for _ in range(min(max_events, len(self._events)))]
-        if taken:
-            self._room_changed.wake_all()
+        self._unread -= {event.key for event in taken if isinstance(event, ChannelResult)}
         return taken
 
+    @property
+    def num_gaps(self) -> int:
+        """0: the reader is given everything."""
+        return 0
+
+    async def settle(self, outcomes: Sequence[ChannelResult]) -> list[int]:
+        """Give questions of one request these outcomes, unless they have one; see ``common.ports.ResultStream``.
+
+        Outcomes that were read are the reader's to know.
+        """
+        settled = [outcome for outcome in outcomes if outcome.key not in self._unread]
+        for outcome in settled:
+            self._withdraw(outcome.key)
+            self._add_events([outcome])
+        return [outcome.question_index for outcome in settled]
+
     # ---- shared
+
+    def _append(self, item: WorkItem) -> QueueFullError | None:
+        if self._find(item.key) is not None:
+            return None
+        channel = self._channels[item.channel_id]
+        for held, limit, unit in (
+            (channel.depth, self._max_entries_per_channel, "questions"),
+            (channel.num_bytes, self._max_bytes_per_channel, "bytes"),
+        ):
+            if held >= limit:
+                return QueueFullError.of_channel(item.channel_id, held, limit, unit)
+        entry = _Entry(
+            item=item,
+            order=next(self._orders),
+            published_at_s=self._clock.monotonic(),
+            num_bytes=_TOKEN_BYTES * len(item.prompt.ids),
+        )
+        self._entries.setdefault(item.request_id, {})[item.question_index] = entry
+        channel.waiting.append(entry)
+        channel.num_bytes += entry.num_bytes
+        return None
+
+    def _take_in(self, report: Report) -> ReportState:
+        entry = self._held(report.lease)
+        if entry is None:
+            # An entry leaves only with an outcome: committed, dead-lettered or withdrawn.
+            is_gone = report.outcome is not None and self._find(report.lease.item.key) is None
+            return ReportState.ALREADY_COMMITTED if is_gone else ReportState.STALE
+        if report.outcome is None and len(self._events) >= self._max_events:
+            return ReportState.FULL
+        self._add_events(report.events)
+        if report.outcome is None:
+            return ReportState.HELD
+        self._remove(entry)
+        return ReportState.COMMITTED
+
+    def _add_events(self, events: Iterable[ChannelEvent]) -> None:
+        self._events.extend(events)
+        self._unread |= {event.key for event in events if isinstance(event, ChannelResult)}
+        self._events_changed.wake_all()
+
+    def _withdraw(self, key: tuple[str, int]) -> None:
+        """Remove the question's item, if there is one, and tell whoever holds it."""
+        entry = self._find(key)
+        if entry is None:
+            return
+        if entry.lease_id:
+            self._notify(key)
+        self._remove(entry)
+
+    def _put_back(self, lease: Lease) -> bool:
+        entry = self._held(lease)
+        if entry is None:
+            return False
+        entry.attempt -= 1
+        entry.lease_id = ""
+        channel = self._channels[entry.item.channel_id]
+        channel.leased = None
+        channel.waiting.appendleft(entry)
+        return True
 
     def _take(self, max_items: int) -> list[Lease]:
         now_s = self._clock.monotonic()
@@ -304,25 +336,12 @@ class MemoryTransport:
         entry = self._find(lease.item.key)
         return entry if entry is not None and entry.lease_id == lease.lease_id else None
 
-    async def _held_with_room(self, lease: Lease, event: ChannelEvent) -> _Entry | None:
-        """The leased entry once the event stream has room; ownership is looked at after the wait."""
-        reported = (event.request_id, event.question_index, event.attempt)
-        if reported != (*lease.item.key, lease.attempt):
-            raise InvariantError(f"an event about {reported} was reported under the lease of {lease.item.key}")
-        while (entry := self._held(lease)) is not None and len(self._events) >= self._max_events:
-            await self._room_changed.wait()
-        return entry
-
     def _notify(self, key: tuple[str, int]) -> None:
-        # Dropping the oldest is harmless: its holder is refused at the next renew, emit or commit.
+        # Dropping the oldest is harmless: its holder is refused at the next renewal or report.
         if len(self._notices) >= _MAX_NOTICES:
             del self._notices[next(iter(self._notices))]
         self._notices[key] = None
         self._notices_changed.wake_all()
-
-    def _report(self, event: ChannelEvent) -> None:
-        self._events.append(event)
-        self._events_changed.wake_all()
 
     def _remove(self, entry: _Entry) -> None:
         siblings = self._entries[entry.item.request_id]
@@ -330,6 +349,7 @@ class MemoryTransport:
         if not siblings:
             del self._entries[entry.item.request_id]
         channel = self._channels[entry.item.channel_id]
+        channel.num_bytes -= entry.num_bytes
         if channel.leased is entry:
             channel.leased = None
         else:

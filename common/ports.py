@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from common.errors import KevError
-from common.types import ChannelDelta, ChannelEvent, ChannelResult, ChannelStarted, RequestRecord, WorkItem
+from common.errors import InvariantError, KevError, QueueFullError
+from common.types import ChannelEvent, ChannelResult, RequestRecord, WorkItem
 
 
 class Clock(Protocol):
@@ -45,30 +45,66 @@ class Lease:
     """W3C traceparent under which the item was published; empty without one."""
 
 
-class CommitState(StrEnum):
-    """What became of a commit."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is reported of one leased question in one call: progress, the outcome, or both."""
 
+    lease: Lease
+    events: tuple[ChannelEvent, ...]
+    """In the order in which they happened; the outcome, if it is there, comes last."""
+
+    def __post_init__(self) -> None:
+        """Look whether lease and events belong together.
+
+        Raises:
+            InvariantError: no events, events after the outcome, or about another question or attempt than the lease's.
+        """
+        subject = (*self.lease.item.key, self.lease.attempt)
+        for event in self.events:
+            reported = (event.request_id, event.question_index, event.attempt)
+            if reported != subject:
+                raise InvariantError(f"an event about {reported} was to be reported under the lease of {subject}")
+        if not self.events or any(isinstance(event, ChannelResult) for event in self.events[:-1]):
+            raise InvariantError(f"a report about {subject} needs events, the outcome last")
+
+    @property
+    def outcome(self) -> ChannelResult | None:
+        """The outcome, if it is reported."""
+        last = self.events[-1]
+        return last if isinstance(last, ChannelResult) else None
+
+
+class ReportState(StrEnum):
+    """What became of a report."""
+
+    HELD = "held"
+    """Progress was reported; the lease holds."""
+    FULL = "full"
+    """There is no room for progress now and nothing was reported; report it again later. Outcomes always have room."""
     COMMITTED = "committed"
+    """Outcome and progress were reported, the item is gone."""
     ALREADY_COMMITTED = "already_committed"
     """This attempt (after a lost reply) or an earlier outcome is already there; the entry is gone."""
     STALE = "stale"
-    """The lease belongs to somebody else now; the outcome was dropped."""
+    """The lease is lost; nothing was reported. Stop working on the question."""
 
 
 class WorkStreams(Protocol):
-    """Router to nodes: one stream of work items per channel, leased, renewed and committed.
+    """Router to nodes: one stream of work items per channel, leased, renewed and reported on.
 
-    Order: first in, first out per channel, redelivered items first. Nothing is ordered across channels.
+    Order: first in, first out per channel, redelivered items first. Nothing is ordered across channels. Whoever has
+    several items or leases at hand passes them in one call: its answers are in their order, and each stands for
+    itself, as if it had been the only one.
     """
 
-    async def publish(self, item: WorkItem) -> None:
-        """Append the item to its channel's stream. Publishing a question that is already there does nothing.
+    async def publish(self, items: Sequence[WorkItem]) -> list[QueueFullError | None]:
+        """Append items to their channels' streams; for each ``None``, or why it was not appended.
 
-        A transport that keeps outcomes reports the outcome again instead of running the same question twice.
+        Publishing a question that is already there does nothing. A transport that keeps outcomes reports the outcome
+        again instead of running the same question twice. A channel is full at its limit of entries or of bytes.
 
         Raises:
-            QueueFullError: the channel's stream is at its limit of entries.
-            InvalidRequestError: the channel does not exist.
+            InvalidRequestError: a channel does not exist; nothing was appended.
         """
         ...
 
@@ -80,20 +116,23 @@ class WorkStreams(Protocol):
         """
         ...
 
-    async def renew(self, lease: Lease) -> bool:
-        """Extend the lease. False: another consumer owns the item or it is gone; stop working on it."""
+    async def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Extend leases. False: another consumer owns the item or it is gone; stop working on it."""
         ...
 
-    async def emit(self, lease: Lease, event: ChannelStarted | ChannelDelta) -> bool:
-        """Report progress to the aggregator. False: the lease is lost; stop working on it."""
+    async def report(self, reports: Sequence[Report]) -> list[ReportState]:
+        """Tell the aggregator what happened, question by question in the order given.
+
+        An outcome is reported and its item removed in one atomic act, if the lease is still held. Never waits for the
+        reader.
+        """
         ...
 
-    async def commit(self, lease: Lease, result: ChannelResult) -> CommitState:
-        """Report the outcome and remove the item, in one atomic act, if the lease is still held."""
-        ...
+    async def hand_back(self, leases: Sequence[Lease]) -> list[bool]:
+        """Return unstarted items at once to the heads of their channels; that does not count as an attempt.
 
-    async def hand_back(self, lease: Lease) -> bool:
-        """Return an unstarted item at once to the head of its channel; it does not count as an attempt."""
+        False: the lease was lost before.
+        """
         ...
 
     async def dead_letter(self, lease: Lease, error: KevError) -> bool:
@@ -120,15 +159,41 @@ class WorkStreams(Protocol):
         ...
 
 
-class ResultStream(Protocol):
-    """Nodes to aggregator: events of all questions, in the order in which each node reported them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """A request was withdrawn and is unknown from here on; later events under its id belong to another request."""
 
-    One reader. A read acknowledges what the previous one returned; what was returned and not acknowledged comes again
-    after a crash, so the reader takes an event that it knows already for the same one.
+    request_id: str
+
+
+class ResultStream(Protocol):
+    """Nodes to aggregators: events of all questions, in the order in which each node reported them.
+
+    Every reader is given every event. One that was away for too long may have missed some, which is counted; what it
+    missed is in ``RequestSource``. An event may come twice, so a reader takes one that it knows already for the same.
     """
 
-    async def read(self, max_events: int, wait_s: float) -> list[ChannelEvent]:
-        """Take up to ``max_events`` events; waits up to ``wait_s`` seconds for the first one."""
+    @property
+    def num_gaps(self) -> int:
+        """How often ``read`` may have missed events so far; always 0 in a stream that loses nothing."""
+        ...
+
+    async def read(self, max_events: int, wait_s: float) -> Sequence[ChannelEvent | Withdrawn]:
+        """Take up to ``max_events`` events; waits up to ``wait_s`` seconds for the first one.
+
+        A read acknowledges what the previous one returned.
+        """
+        ...
+
+    async def settle(self, outcomes: Sequence[ChannelResult]) -> list[int]:
+        """Give questions of one request these outcomes, unless they have one, and withdraw their work; in one act.
+
+        What a node commits and what is settled here compete for the same place: the first one stands. The event of an
+        outcome that stands comes by ``read``, to every reader. Whoever has read a question's outcome does not ask.
+
+        Returns:
+            Indexes of the questions for which these outcomes stand; the others had one before.
+        """
         ...
 
 
@@ -159,23 +224,54 @@ class RequestRegistry(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PastEvent:
+    """An event of a request and when it happened."""
+
+    event: ChannelEvent
+    at_ms: int
+    """Since the registration of the request, by the registry's clock."""
+
+
+class Intake(Protocol):
+    """The router's first step with a request: it is registered, and what has a channel is published."""
+
+    async def accept(self, record: RequestRecord, items: Sequence[WorkItem]) -> list[KevError | None] | None:
+        """Register a request and then publish items of it, in one atomic act where the store can.
+
+        Returns:
+            For each item ``None``, or why it was not published; it may be published later. ``None`` for all: the same
+            request is there, and nothing was published.
+
+        Raises:
+            RequestConflictError: the id is taken by a request with other content.
+            QueueFullError: the registry is full of unfinished requests.
+            DrainingError: the aggregator accepts nothing new.
+            StoreUnavailableError: whether the request is registered is not known.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredRequest:
     """A request as a registry knows it."""
 
     record: RequestRecord
     age_ms: int
     """Since its registration, by the registry's clock."""
+    events: tuple[PastEvent, ...] = ()
+    """All its events so far, in the order in which every reader is given them."""
 
 
 class RequestSource(Protocol):
-    """Registry to aggregator: what an aggregator needs to take over requests that it did not see arrive."""
+    """Registry to aggregator: what an aggregator needs to answer for requests that it did not see arrive."""
 
     async def find(self, request_id: str) -> RegisteredRequest | None:
-        """The request; None: never registered, withdrawn or expired."""
-        ...
+        """The request with all that has happened to it; None: never registered, withdrawn or expired.
 
-    async def history(self, request_id: str) -> list[ChannelEvent]:
-        """All events of the request so far, in order."""
+        Raises:
+            StoreUnavailableError: unknown, but what is known was lost a moment ago, and the request's router may be
+                about to register it again.
+        """
         ...
 
     async def overdue(self) -> list[str]:
@@ -183,7 +279,7 @@ class RequestSource(Protocol):
         ...
 
     async def complete(self, request_id: str) -> None:
-        """Every question has its outcome: the request may be forgotten after its retention. May be repeated."""
+        """Nobody needs to look after the request any more; it is forgotten after its retention. May be repeated."""
         ...
 
 

@@ -34,8 +34,12 @@ class KeyKind:
 
 WORK = KeyKind(lua="WORK", suffix="work:")
 """Stream per channel: the items that wait or are leased; bounded at admission, finished ones are deleted."""
-ACTIVE = KeyKind(lua="ACTIVE", suffix="active")
-"""Set: channels whose stream may hold something."""
+WAITING = KeyKind(lua="WAITING", suffix="waiting")
+"""Sorted set: channels in which something waits to be leased, by the number of their oldest such entry."""
+LEASED = KeyKind(lua="LEASED", suffix="leased")
+"""Sorted set: leased entries (channel:id) by the time of the latest sign of life of their lease, in Unix ms."""
+GRANTS = KeyKind(lua="GRANTS", suffix="grants:", by_settings=True)
+"""String per consumer: its latest grant and what it was, in case the reply is lost."""
 ORDER = KeyKind(lua="ORDER", suffix="order", ttl_ms=_DAY_MS)
 """Hash: the last publication's time (Unix ms) and number, from which entry ids are made."""
 QUESTIONS = KeyKind(lua="QUESTIONS", suffix="questions:", by_settings=True)
@@ -44,16 +48,16 @@ RESULTS = KeyKind(lua="RESULTS", suffix="results")
 """Stream: events on their way to the reader; bounded, read ones are deleted."""
 EVENTS = KeyKind(lua="EVENTS", suffix="events:", by_settings=True)
 """Stream per request: all its events, for a reader that starts anew."""
-READER = KeyKind(lua="READER", suffix="reader", ttl_ms=3_000)
-"""String: the one consumer that may read results now."""
+READERS = KeyKind(lua="READERS", suffix="readers", ttl_ms=3_000)
+"""Hash: when each reader of results gave its last sign of life (Unix ms), and up to where it has read."""
+STORE = KeyKind(lua="STORE", suffix="store")
+"""Hash: the server that is the store, and since when (Unix ms)."""
 NODES = KeyKind(lua="NODES", suffix="nodes", ttl_ms=_DAY_MS)
 """Sorted set: consumers of work by the time of their last sign of life, in Unix ms."""
 NOTICES = KeyKind(lua="NOTICES", suffix="notices:", ttl_ms=60_000)
 """Stream per consumer: questions withdrawn while it held them."""
 WORK_BELL = KeyKind(lua="WORK_BELL", suffix="bell:work", ttl_ms=_HOUR_MS)
 """Stream of at most one entry, whose id changes when there may be something to lease."""
-RESULTS_BELL = KeyKind(lua="RESULTS_BELL", suffix="bell:results", ttl_ms=_HOUR_MS)
-"""Stream of at most one entry, whose id changes when there are new events."""
 DEAD_LETTERS = KeyKind(lua="DEAD_LETTERS", suffix="dlq")
 """Stream: the latest entries set aside for an operator, as raw bytes; at most ``MAX_DEAD_LETTERS``."""
 REQUEST = KeyKind(lua="REQUEST", suffix="req:", by_settings=True)
@@ -65,16 +69,18 @@ REPORTS = KeyKind(lua="REPORTS", suffix="reports", ttl_ms=_DAY_MS)
 
 KINDS = (
     WORK,
-    ACTIVE,
+    WAITING,
+    LEASED,
+    GRANTS,
     ORDER,
     QUESTIONS,
     RESULTS,
     EVENTS,
-    READER,
+    READERS,
+    STORE,
     NODES,
     NOTICES,
     WORK_BELL,
-    RESULTS_BELL,
     DEAD_LETTERS,
     REQUEST,
     DEADLINES,
@@ -83,8 +89,6 @@ KINDS = (
 
 WORK_GROUP = "nodes"
 """Consumer group of every work stream."""
-RESULTS_GROUP = "readers"
-"""Consumer group of the result stream."""
 UNOWNED = "~"
 """Pseudo-consumer of entries that were delivered once and wait again; no node id contains it."""
 MAX_DEAD_LETTERS = 1_000
@@ -129,7 +133,7 @@ def lua_names() -> str:
     lines = [f"local {kind.lua} = KEYS[1] .. '{kind.suffix}'" for kind in KINDS]
     lines += [f"local {kind.lua}_TTL = {kind.ttl_ms}" for kind in KINDS if kind.ttl_ms is not None]
     lines += [
-        f"local WORK_GROUP, RESULTS_GROUP, UNOWNED = '{WORK_GROUP}', '{RESULTS_GROUP}', '{UNOWNED}'",
+        f"local WORK_GROUP, UNOWNED = '{WORK_GROUP}', '{UNOWNED}'",
         f"local MAX_DEAD_LETTERS, MAX_NOTICES = {MAX_DEAD_LETTERS}, {MAX_NOTICES}",
     ]
     return "\n".join(lines) + "\n"

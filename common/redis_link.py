@@ -1,14 +1,14 @@
 """Connections to Redis: start-up check, scripts with retries, blocking reads, calls that are never cut in half.
 
 Invariants and semantics: a script is sent again after a lost connection, a time-out, or a server that loads, fails over
-or is read-only, with full-jitter backoff, until ``patience_s`` has passed; scripts are made for that. A caller that is
-cancelled leaves no connection behind with a reply still to come: what was sent is waited for (at most
-``_CANCEL_GRACE_S``; then it ends by itself, in the background), nothing is sent any more, and only then the
-cancellation goes on. Blocking reads take nothing and have a client of their own, whose socket waits longer
-than they do.
+or is read-only, with full-jitter backoff, until ``patience_s`` has passed; scripts are made for that. Scripts that run
+at the same time share a round trip. A caller that is cancelled leaves no connection behind with a reply still to come:
+what was sent is waited for (at most ``_CANCEL_GRACE_S``; then it ends by itself, in the background), nothing is sent
+any more, and only then the cancellation goes on. Blocking reads take nothing and have a client of their own, whose
+socket waits longer than they do.
 
-The only file that imports redis. Not here: what is read or run (``redis_scripts*``), what to wait for
-(``redis_listener``).
+The only file that imports redis. Not here: what is read or run (``redis_scripts*``), what goes together
+(``redis_batches``), what to wait for (``redis_listener``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +29,17 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from common.errors import ConfigError, InvariantError, StoreUnavailableError
+from common.redis_batches import Batches, Command
 from common.redis_keys import RedisKeys
 from common.redis_scripts import Argument, Script
+from common.redis_scripts_results import EventEntry, event_entry
 from common.redis_settings import LinkSettings
 
 _MIN_VERSION = (7, 0)
 _FIRST_BACKOFF_S = 0.02
 _MAX_BACKOFF_S = 1.0
 _CANCEL_GRACE_S = 1.0
+_LANES = 2
 
 _REFUSED = (failures.AuthenticationError, failures.AuthorizationError, failures.NoPermissionError)
 _PASSING = (
@@ -53,6 +56,10 @@ _PASSING_CODES = ("BUSY", "LOADING", "MASTERDOWN", "READONLY", "UNKILLABLE", "UN
 _log = logging.getLogger("kev.redis")
 
 T = TypeVar("T")
+
+
+class StoreFullError(StoreUnavailableError):
+    """The server has no memory left: it takes only what frees room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,9 +86,13 @@ class RedisLink:
         try:
             self._client = _make_client(settings, settings.socket_timeout_s, settings.max_connections)
             self._blocking = _make_client(settings, settings.block_s + settings.socket_timeout_s, 4)
+            self._scripts = _make_client(settings, None, _LANES)
         except ValueError as error:
             raise ConfigError(f"the URL of Redis is not valid: {error}") from None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._batches = Batches(self._exchange, num_lanes=_LANES)
+        self._idle: list[Any] = []
+        """Connections for scripts that are not in use."""
         self._random = random.Random()
 
     @classmethod
@@ -104,7 +115,9 @@ class RedisLink:
         """End what still runs and close every connection; closing again does nothing."""
         for task in list(self._tasks):
             task.cancel()
-        for client in (self._client, self._blocking):
+        await self._batches.close()
+        await self._disconnect_idle()
+        for client in (self._client, self._blocking, self._scripts):
             await client.aclose()
             await client.connection_pool.disconnect()
         if self._tasks:
@@ -117,7 +130,8 @@ class RedisLink:
             ConfigError: older than 7.0, an eviction policy other than ``noeviction``, or refused credentials.
             StoreUnavailableError: away, or a replica.
         """
-        info: Mapping[str, Any] = await self._persist(lambda: self._client.info())
+        look = self._persist(lambda: self._client.info("server", "memory", "replication"))
+        info: Mapping[str, Any] = await self.interruptible(look)
         version = str(info.get("redis_version", ""))
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
         if numbers < _MIN_VERSION:
@@ -142,7 +156,7 @@ class RedisLink:
         """
         return await self._persist(lambda: self._evaluate(script, arguments))
 
-    async def unbroken(self, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
+    async def unbroken(self, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[object]] | None = None) -> T:
         """Await a call that a cancellation must not cut in half.
 
         Args:
@@ -207,14 +221,52 @@ class RedisLink:
         streams: list[tuple[bytes, list[Any]]] = list(reply.items() if isinstance(reply, dict) else reply or ())
         return {name.decode(): _last_id(entries) for name, entries in streams}
 
+    async def entries_after(self, stream: str, position: str, max_entries: int, wait_s: float) -> list[EventEntry]:
+        """The entries of an event stream after a position; blocks up to ``wait_s`` seconds for the first one.
+
+        Raises:
+            StoreUnavailableError: the store is away.
+        """
+        block_ms = max(1, int(min(wait_s, self.settings.block_s) * 1000))
+        command = ("XREAD", "COUNT", max_entries, "BLOCK", block_ms, "STREAMS", stream, position)
+        reply = await self._once(lambda: _execute(self._blocking, *command))
+        streams: list[tuple[bytes, list[Any]]] = list(reply.items() if isinstance(reply, dict) else reply or ())
+        return [event_entry(entry_id, fields or {}) for _, entries in streams for entry_id, fields in entries]
+
     # ---- inside
 
     async def _evaluate(self, script: Script, arguments: tuple[Argument, ...]) -> Any:
         prefix = self.keys.prefix
         try:
-            return await _execute(self._client, "EVALSHA", script.sha, 1, prefix, *arguments)
+            return await self._batches.call(("EVALSHA", script.sha, 1, prefix, *arguments))
         except failures.NoScriptError:
-            return await _execute(self._client, "EVAL", script.source, 1, prefix, *arguments)
+            return await self._batches.call(("EVAL", script.source, 1, prefix, *arguments))
+
+    async def _exchange(self, commands: Sequence[Command]) -> Sequence[object]:
+        """Send commands over a connection of the lanes' own: no pool, no wrappers, one limit of time."""
+        connection = self._idle.pop() if self._idle else self._new_connection()
+        loop, limit_s = asyncio.get_running_loop(), self.settings.socket_timeout_s
+        replies = []
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                await connection.connect()  # does nothing when it is
+                await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+                for _ in commands:
+                    scope.reschedule(loop.time() + limit_s)
+                    replies.append(await _reply_of(connection))
+        except BaseException:
+            # Replies that are still to come must not become another call's.
+            await connection.disconnect(nowait=True)
+            raise
+        self._idle.append(connection)
+        return replies
+
+    def _new_connection(self) -> Any:
+        return self._scripts.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+
+    async def _disconnect_idle(self) -> None:
+        while self._idle:
+            await self._idle.pop().disconnect(nowait=True)
 
     async def _once(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
         try:
@@ -222,11 +274,12 @@ class RedisLink:
         except _REFUSED as error:
             raise ConfigError(f"the Redis server refuses Kev's credentials: {error}") from error
         except failures.OutOfMemoryError as error:
-            raise StoreUnavailableError("the Redis server has no memory left; try again later") from error
+            raise StoreFullError("the Redis server has no memory left; try again later") from error
         except _PASSING as error:
             if isinstance(error, failures.ReadOnlyError):
                 # A connection to a former primary stays read-only; a new one may reach its successor.
                 await self._client.connection_pool.disconnect(inuse_connections=False)
+                await self._disconnect_idle()
             raise StoreUnavailableError(f"the Redis server cannot be used now ({type(error).__name__})") from error
         except failures.ResponseError as error:
             if str(error).startswith(_PASSING_CODES):
@@ -243,7 +296,7 @@ class RedisLink:
                 return await self._once(attempt)
             except StoreUnavailableError as error:
                 left_s = gives_up_at_s - loop.time()
-                if left_s <= 0 or isinstance(error.__cause__, failures.OutOfMemoryError) or _is_abandoned(call):
+                if left_s <= 0 or isinstance(error, StoreFullError) or _is_abandoned(call):
                     raise
                 _log.warning("%s; trying again", error)
                 await _pause(min(self._random.uniform(0, backoff_s), left_s), call)
@@ -263,7 +316,7 @@ class RedisLink:
             task.exception()  # Its caller may be gone; then nobody else looks at it.
 
 
-def _make_client(settings: LinkSettings, socket_timeout_s: float, max_connections: int) -> aioredis.Redis:
+def _make_client(settings: LinkSettings, socket_timeout_s: float | None, max_connections: int) -> aioredis.Redis:
     pool = BlockingConnectionPool.from_url(
         settings.url,
         max_connections=max_connections,
@@ -281,12 +334,19 @@ async def _execute(client: aioredis.Redis, *command: Argument) -> Any:
     return await client.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
+async def _reply_of(connection: Any) -> object:
+    try:
+        return await connection.read_response()
+    except failures.ResponseError as error:
+        return error
+
+
 async def _marked(call: Coroutine[Any, Any, T], mark: _Call) -> T:
     _current_call.set(mark)
     return await call
 
 
-async def _undone(task: asyncio.Task[T], undo: Callable[[T], Awaitable[None]]) -> None:
+async def _undone(task: asyncio.Task[T], undo: Callable[[T], Awaitable[object]]) -> None:
     try:
         result = await task
     except StoreUnavailableError:

@@ -1,17 +1,20 @@
 """What the inference nodes of a deployment tell about themselves, kept in Redis.
 
 Invariants and semantics: a node tells every ``TELL_INTERVAL_S``; one that was silent for ``_SILENCE_MS`` no longer
-counts for the counters, and for the isolation only until another one has spoken. Redis' clock is the only one.
+counts for the counters, and for the isolation only until another one has spoken. Redis' clock is the only one. What
+isolation can be promised is asked for once per ``TELL_INTERVAL_S`` at most: no node tells anything new before.
 
 Not here: leases and heartbeats of work (``redis_upkeep``).
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.codec.nodes import dump_node, load_node
-from common.edge_errors import ServiceUnavailableError
+from common.errors import ServiceUnavailableError
 from common.redis_link import RedisLink
 from common.redis_scripts import Script
 from common.types import IsolationReport, NodeStats
@@ -55,6 +58,8 @@ class RedisNodes:
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
+        self._promised: IsolationReport | None = None
+        self._promised_until_s = 0.0
 
     async def tell(self, report: IsolationReport, stats: NodeStats) -> None:
         """Say, as a node, what can be promised and what is going on."""
@@ -74,14 +79,21 @@ class RedisNodes:
         Raises:
             ServiceUnavailableError: no node has been known yet.
         """
-        nodes = await self._nodes()
-        living = [told.report for told in nodes if told.silent_ms <= _SILENCE_MS]
-        reports = living or [told.report for told in nodes]
-        if not reports:
-            raise ServiceUnavailableError("no inference node has been known yet; start one, or try again in a moment")
-        return next((report for report in reports if report.reason), reports[0])
+        now_s = asyncio.get_running_loop().time()
+        if self._promised is None or now_s >= self._promised_until_s:
+            self._promised = _least(await self._nodes())
+            self._promised_until_s = now_s + TELL_INTERVAL_S
+        return self._promised
 
     async def _nodes(self) -> list[_Told]:
         rows = await self._link.unbroken(self._link.run(_NODES))
         told = [_Told(int(silent_ms), *load_node(report, stats)) for silent_ms, report, stats in rows]
         return sorted(told, key=lambda node: node.stats.node_id)
+
+
+def _least(nodes: Sequence[_Told]) -> IsolationReport:
+    living = [told.report for told in nodes if told.silent_ms <= _SILENCE_MS]
+    reports = living or [told.report for told in nodes]
+    if not reports:
+        raise ServiceUnavailableError("no inference node has been known yet; start one, or try again in a moment")
+    return next((report for report in reports if report.reason), reports[0])

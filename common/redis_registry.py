@@ -1,40 +1,30 @@
 """The request registry of the distributed form: who asked what, kept in Redis.
 
 Invariants and semantics: see ``common.ports.RequestRegistry``. An id belongs to its content from registration until the
-request is withdrawn, or ``retention_s`` after it was completed. A request that nobody completes is kept until its last
-time budget plus twice that time have passed. The aggregator learns of a request when it first meets its id, and of its
-age by Redis' clock, so that any aggregator can take over.
+request is withdrawn, or ``retention_s`` after its last outcome. A request that is never completed is kept until its
+last time budget plus twice that time have passed.
 
-Not here: outcomes and events (``redis_streams``).
+Not here: what aggregators make of it (``redis_source``), outcomes and events (``redis_streams``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from uuid import uuid4
 
 from common import redis_scripts_publish as publish_scripts
 from common import redis_scripts_registry as scripts
-from common.codec import open_envelope, seal
-from common.errors import InvalidRequestError, QueueFullError, RequestConflictError
+from common.codec import seal
+from common.errors import QueueFullError, RequestConflictError
 from common.redis_link import RedisLink
 from common.types import RequestRecord
-from common.wording import is_a
 
 _RETRY_AFTER_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegisteredRequest:
-    """A request as the registry knows it."""
-
-    record: RequestRecord
-    age_ms: int
-    """Since its registration, by Redis' clock."""
-
-
 class RedisRegistry:
-    """``RequestRegistry`` in Redis, and what an aggregator needs to take requests over."""
+    """``RequestRegistry`` in Redis."""
 
     def __init__(self, *, link: RedisLink, max_requests: int = 10_000, retention_s: float = 600.0) -> None:
         """Join a deployment; nothing is sent before the first call.
@@ -47,29 +37,16 @@ class RedisRegistry:
         self._link = link
         self._max_requests = max_requests
         self._retention_ms = int(retention_s * 1000)
+        self._doubtful: dict[str, str] = {}
+        """Token of each registration that ended without an answer, until its request is withdrawn."""
 
     # ---- router's side
 
     async def register(self, record: RequestRecord) -> bool:
         """Set the record if the id is free; see ``common.ports.RequestRegistry``."""
-        timeouts_ms = [question.timeout_ms for question in record.questions] or [0]
-        registration = scripts.Registration(
-            request_id=record.request_id,
-            digest=record.content_digest,
-            token=uuid4().hex,
-            envelope=seal(record),
-            first_timeout_ms=min(timeouts_ms),
-            ttl_ms=max(timeouts_ms) + 2 * self._retention_ms,
-        )
-        state = await self._link.unbroken(scripts.register(self._link, registration, self._max_requests))
-        if state is scripts.RegisterState.CONFLICT:
-            raise _conflict(record.request_id)
-        if state is scripts.RegisterState.FULL:
-            raise QueueFullError(
-                f"{self._max_requests} requests are running, as many as can be kept; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
-        return state is scripts.RegisterState.NEW
+        registration = self.registration_of(record)
+        with self.doubting(registration):
+            return self.is_new(record, await self._link.unbroken(scripts.register(self._link, registration)))
 
     async def lookup(self, request_id: str, content_digest: str) -> bool:
         """Whether exactly this request is registered.
@@ -77,44 +54,63 @@ class RedisRegistry:
         Raises:
             RequestConflictError: the id is taken by a request with other content.
         """
-        found = await self._link.unbroken(scripts.find(self._link, request_id))
-        if found is not None and found.digest != content_digest:
-            raise _conflict(request_id)
-        return found is not None
+        digest = await self._link.interruptible(scripts.digest(self._link, request_id))
+        if digest is not None and digest != content_digest:
+            raise RequestConflictError.of(request_id)
+        return digest is not None
 
     async def withdraw(self, request_id: str) -> None:
-        """Cancel a request whose submission did not complete and forget it, so that its id can be used again."""
-        await self._link.unbroken(publish_scripts.withdraw(self._link, request_id, None, forget=True))
+        """Cancel a request whose submission did not complete and forget it, so that its id can be used again.
 
-    # ---- aggregator's side
+        After a registration that ended without an answer the request may be there by another call; then it stays.
+        """
+        await self._link.unbroken(self._withdraw(request_id, self._doubtful.get(request_id)))
+        self._doubtful.pop(request_id, None)
 
-    async def find(self, request_id: str) -> RegisteredRequest | None:
-        """The request; ``None``: never registered, withdrawn or expired.
+    # ---- one registration, for those who send it together with something else
+
+    def registration_of(self, record: RequestRecord) -> scripts.Registration:
+        """What is kept of a request."""
+        timeouts_ms = [question.timeout_ms for question in record.questions] or [0]
+        return scripts.Registration(
+            request_id=record.request_id,
+            digest=record.content_digest,
+            token=uuid4().hex,
+            envelope=seal(record),
+            first_timeout_ms=min(timeouts_ms),
+            ttl_ms=max(timeouts_ms) + 2 * self._retention_ms,
+            num_questions=len(record.questions),
+            max_requests=self._max_requests,
+        )
+
+    @contextmanager
+    def doubting(self, registration: scripts.Registration) -> Iterator[None]:
+        """Remember a registration that ends without an answer, so that ``withdraw`` hits no other call's request."""
+        self._doubtful.pop(registration.request_id, None)
+        try:
+            yield
+        except (RequestConflictError, QueueFullError):
+            raise
+        except BaseException:
+            self._doubtful[registration.request_id] = registration.token
+            raise
+
+    def is_new(self, record: RequestRecord, state: scripts.RegisterState) -> bool:
+        """What became of a registration; False: the same request is there.
 
         Raises:
-            InvalidRequestError: what is kept cannot be decoded.
+            RequestConflictError: the id is taken by a request with other content.
+            QueueFullError: the registry is full of unfinished requests.
         """
-        found = await self._link.unbroken(scripts.find(self._link, request_id))
-        if found is None:
-            return None
-        record, _ = open_envelope(found.envelope)
-        if not is_a(record, RequestRecord):
-            raise InvalidRequestError.of("envelope.type", f"is {type(record).__name__}, not the record of a request")
-        return RegisteredRequest(record=record, age_ms=found.age_ms)
+        if state is scripts.RegisterState.CONFLICT:
+            raise RequestConflictError.of(record.request_id)
+        if state is scripts.RegisterState.FULL:
+            raise QueueFullError(
+                f"{self._max_requests} requests are running, as many as can be kept; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        return state is scripts.RegisterState.NEW
 
-    async def complete(self, request_id: str) -> None:
-        """Every question has its outcome: keep the request for ``retention_s`` from now. Repeating it does no harm."""
-        await self._link.unbroken(scripts.complete(self._link, request_id, self._retention_ms))
-
-    async def unfinished(self, *, overdue_only: bool = False) -> list[str]:
-        """Ids of the requests that are not complete, earliest deadline first.
-
-        ``overdue_only``: only those of which a question has run out of time.
-        """
-        return await self._link.unbroken(scripts.unfinished(self._link, self._max_requests, overdue_only=overdue_only))
-
-
-def _conflict(request_id: str) -> RequestConflictError:
-    return RequestConflictError(
-        f"request id {request_id!r} is already used by a request with other content; choose another id"
-    )
+    async def _withdraw(self, request_id: str, token: str | None) -> None:
+        if token is None or await scripts.is_registered_by(self._link, request_id, token):
+            await publish_scripts.withdraw(self._link, request_id, None, forget=True)

@@ -28,9 +28,12 @@ end
 
 local function whole(number) return string.format('%.0f', number) end
 
--- Let the key live for at least so long from now.
+-- Let the key live for at least so long from now; asks once per key.
+local kept = {}
 local function keep(key, ttl_ms)
-  if redis.call('PTTL', key) < tonumber(ttl_ms) then redis.call('PEXPIRE', key, ttl_ms) end
+  ttl_ms = tonumber(ttl_ms)
+  if (kept[key] or 0) >= ttl_ms then return end
+  if redis.call('PTTL', key) >= ttl_ms or redis.call('PEXPIRE', key, ttl_ms) == 1 then kept[key] = ttl_ms end
 end
 
 local function ring(bell, ttl_ms)
@@ -56,18 +59,15 @@ end
 
 local function exists(stream, id) return #redis.call('XRANGE', stream, id, id) > 0 end
 
--- Stream and id of the entry that a question's state refers to.
-local function place_of(ref)
-  local channel_id, id = string.match(ref, '^(%d+):(.+)$')
-  return WORK .. channel_id, id
-end
+-- Channel and id of the entry that a question's state refers to.
+local function place_of(ref) return string.match(ref, '^(%d+):(.+)$') end
 
 -- Whether the question's item waits or is leased.
 local function is_live(questions, index)
   local ref = redis.call('HGET', questions, 'i:' .. index)
   if not ref then return false end
-  local work, id = place_of(ref)
-  return exists(work, id)
+  local channel_id, id = place_of(ref)
+  return exists(WORK .. channel_id, id)
 end
 
 local function field_of(fields, name)
@@ -77,32 +77,102 @@ local function field_of(fields, name)
   return false
 end
 
-local function remove(work, id)
+local function number_of(id) return string.match(id, '%-(%d+)$') end
+
+-- Something in the channel waits, and no entry before this one.
+local function queue(channel_id, id) redis.call('ZADD', WAITING, 'LT', number_of(id), channel_id) end
+
+-- Note what waits in the channel now: put back in line, or never read.
+local function requeue(channel_id)
+  local work = WORK .. channel_id
+  local rows, first = pending(work, '-', '+', 1, UNOWNED), nil
+  if rows and rows[1] then first = rows[1][1]
+  elseif redis.call('XLEN', work) > 0 then
+    if not rows then make_group(work, WORK_GROUP) end
+    local group = redis.call('XINFO', 'GROUPS', work)[1]
+    local unread = redis.call('XRANGE', work, '(' .. field_of(group, 'last-delivered-id'), '+', 'COUNT', 1)[1]
+    first = unread and unread[1]
+  end
+  if first then redis.call('ZADD', WAITING, number_of(first), channel_id)
+  else redis.call('ZREM', WAITING, channel_id) end
+end
+
+local function delete(channel_id, id)
+  local work = WORK .. channel_id
   redis.call('XACK', work, WORK_GROUP, id)
   redis.call('XDEL', work, id)
 end
 
--- Put an entry that is pending back in line, its deliveries as given.
-local function disown(work, id, idle_ms, deliveries)
-  redis.call('XCLAIM', work, WORK_GROUP, UNOWNED, 0, id, 'IDLE', idle_ms, 'RETRYCOUNT', deliveries, 'JUSTID')
+local function remove(channel_id, id)
+  delete(channel_id, id)
+  redis.call('ZREM', LEASED, channel_id .. ':' .. id)
+  if redis.call('ZSCORE', WAITING, channel_id) == number_of(id) then requeue(channel_id) end
 end
 
--- Append an event for the reader and to the request's own log.
-local function report(request_id, envelope, ttl_ms)
-  local event_id = redis.call('XADD', RESULTS, '*', 'e', envelope)
-  redis.call('XADD', EVENTS .. request_id, '*', 'e', envelope)
+-- Put an entry that is pending back in line, its deliveries as given.
+local function disown(channel_id, id, idle_ms, deliveries)
+  local work = WORK .. channel_id
+  redis.call('XCLAIM', work, WORK_GROUP, UNOWNED, 0, id, 'IDLE', idle_ms, 'RETRYCOUNT', deliveries, 'JUSTID')
+  redis.call('ZREM', LEASED, channel_id .. ':' .. id)
+  queue(channel_id, id)
+end
+
+-- Append events for the reader and to the request's own log; the id of the last one.
+local function report(request_id, envelopes, ttl_ms)
+  local event_id
+  for _, envelope in ipairs(envelopes) do
+    event_id = redis.call('XADD', RESULTS, '*', 'e', envelope)
+    redis.call('XADD', EVENTS .. request_id, '*', 'e', envelope)
+  end
   keep(EVENTS .. request_id, ttl_ms)
-  ring(RESULTS_BELL, RESULTS_BELL_TTL)
   return event_id
 end
 
--- Set the question's outcome if it has none, and report it; false: it has one.
-local function settle(request_id, index, envelope, ttl_ms)
+-- Remove the question's item and tell whoever holds it; false: it has none.
+local function withdraw_item(request_id, index)
   local questions = QUESTIONS .. request_id
-  if redis.call('HSETNX', questions, 'r:' .. index, envelope) == 0 then return false end
-  redis.call('HSET', questions, 'v:' .. index, report(request_id, envelope, ttl_ms))
+  local ref = redis.call('HGET', questions, 'i:' .. index)
+  if not ref then return false end
+  local channel_id, id = place_of(ref)
+  local rows = pending(WORK .. channel_id, id, id, 1)
+  local owner = rows and rows[1] and rows[1][2]
+  if owner and owner ~= UNOWNED then
+    local notices = NOTICES .. owner
+    redis.call('XADD', notices, 'MAXLEN', '~', MAX_NOTICES, '*', 'r', request_id, 'i', index, 'id', id)
+    redis.call('PEXPIRE', notices, NOTICES_TTL)
+  end
+  remove(channel_id, id)
+  redis.call('HDEL', questions, 'i:' .. index, 'g:' .. index)
+  return true
+end
+
+-- Nobody needs to look after the request any more: it and all that belongs to it expires.
+local function complete(request_id, ttl_ms)
+  redis.call('ZREM', DEADLINES, request_id)
+  for _, kind in ipairs({REQUEST, QUESTIONS, EVENTS}) do redis.call('PEXPIRE', kind .. request_id, ttl_ms) end
+end
+
+-- Set the outcome, the last of the events, of a question that has none, and report them.
+local function set_outcome(request_id, index, envelopes, ttl_ms)
+  local questions, event_id = QUESTIONS .. request_id, report(request_id, envelopes, ttl_ms)
+  redis.call('HSET', questions, 'r:' .. index, envelopes[#envelopes], 'v:' .. index, event_id)
   redis.call('HDEL', questions, 'i:' .. index, 'g:' .. index)
   keep(questions, ttl_ms)
+end
+
+-- Note that questions of a request have their outcome.
+local function count_outcomes(request_id, num_outcomes, ttl_ms)
+  local request = REQUEST .. request_id
+  if redis.call('HEXISTS', request, 'open') == 1 and redis.call('HINCRBY', request, 'open', -num_outcomes) == 0 then
+    complete(request_id, ttl_ms)
+  end
+end
+
+-- Set the question's outcome, the last of the events, if it has none, and report them; false: it has one.
+local function settle(request_id, index, envelopes, ttl_ms)
+  if redis.call('HEXISTS', QUESTIONS .. request_id, 'r:' .. index) == 1 then return false end
+  set_outcome(request_id, index, envelopes, ttl_ms)
+  count_outcomes(request_id, 1, ttl_ms)
   return true
 end
 
@@ -114,26 +184,34 @@ end
 """
 
 _HOLD_PRELUDE = """
-local channel_id, id, request_id, index = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local owner, attempt, grant = ARGV[5], tonumber(ARGV[6]), ARGV[7]
-local work, questions = WORK .. channel_id, QUESTIONS .. request_id
+-- What a holder shows, from this argument on.
+local function hold_at(first)
+  local channel_id, request_id = ARGV[first], ARGV[first + 2]
+  return {
+    channel_id = channel_id, id = ARGV[first + 1], work = WORK .. channel_id,
+    request_id = request_id, index = ARGV[first + 3], questions = QUESTIONS .. request_id,
+    owner = ARGV[first + 4], attempt = tonumber(ARGV[first + 5]), grant = ARGV[first + 6],
+  }
+end
 
--- Whether the entry is pending for this owner, in this delivery, under this grant; the row follows.
-local function held()
-  local rows = pending(work, id, id, 1)
+-- Whether the entry is pending for this owner, in this delivery, under this grant; its row, and the question's outcome.
+local function is_held(hold)
+  local rows = pending(hold.work, hold.id, hold.id, 1)
   local row = rows and rows[1]
-  if not row or row[2] ~= owner or row[4] ~= attempt then return false, row end
-  local granted = redis.call('HGET', questions, 'g:' .. index)
-  return not granted or grant == '' or granted == grant, row
+  if not row or row[2] ~= hold.owner or row[4] ~= hold.attempt then return false, row, false end
+  local marks = redis.call('HMGET', hold.questions, 'g:' .. hold.index, 'r:' .. hold.index)
+  return not marks[1] or hold.grant == '' or marks[1] == hold.grant, row, marks[2]
 end
 
 -- Whether the entry's pending row is gone although nobody took or withdrew the item: the group, the stream or the entry
 -- was destroyed. Its holder is still the last one to whom it was granted.
-local function bereft(row)
-  return not row and redis.call('HGET', questions, 'g:' .. index) == grant
-    and redis.call('HGET', questions, 'i:' .. index) == channel_id .. ':' .. id
+local function is_bereft(hold, row)
+  return not row and redis.call('HGET', hold.questions, 'g:' .. hold.index) == hold.grant
+    and redis.call('HGET', hold.questions, 'i:' .. hold.index) == hold.channel_id .. ':' .. hold.id
 end
 """
+HOLD_SIZE = 7
+"""Arguments of a ``Hold``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +230,7 @@ class Script:
 
     @classmethod
     def of_holder(cls, body: str, *, frees_room: bool = False) -> Script:
-        """A script whose first arguments are those of a ``Hold``."""
+        """A script that knows how to check a ``Hold``."""
         return cls.of(_HOLD_PRELUDE + body, frees_room=frees_room)
 
 
@@ -180,7 +258,7 @@ class Hold:
     """Names this one delivery, deployment-wide; empty: not looked at."""
 
     def arguments(self) -> tuple[Argument, ...]:
-        """In the order in which ``Script.of_holder`` expects them."""
+        """In the order in which ``hold_at`` of ``Script.of_holder`` reads them; ``HOLD_SIZE`` of them."""
         return (
             self.channel_id,
             self.entry_id,

@@ -15,45 +15,62 @@ from enum import StrEnum
 from common.errors import InvariantError
 from common.redis_scripts import Argument, Script, ScriptRunner
 
+APPEND = """
+local max_entries, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
+local ms = whole(math.max(now_ms(), tonumber(redis.call('HGET', ORDER, 'ms') or 0)))
+local number, has_added = nil, false
 
-class PublishState(StrEnum):
-    """What became of a publication."""
-
-    ADDED = "added"
-    THERE = "there"
-    """The question's item waits or is leased already."""
-    ANSWERED = "answered"
-    """The same question has its outcome already; it is reported again if its event is gone."""
-    FULL = "full"
-
-
-_PUBLISH = Script.of("""
-local channel_id, request_id, index, digest = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local envelope, max_entries, ttl_ms = ARGV[5], tonumber(ARGV[6]), ARGV[7]
-local work, questions = WORK .. channel_id, QUESTIONS .. request_id
-if is_live(questions, index) then return 'there' end
-local outcome = redis.call('HGET', questions, 'r:' .. index)
-if outcome and redis.call('HGET', questions, 'd:' .. index) == digest then
-  if not exists(RESULTS, redis.call('HGET', questions, 'v:' .. index)) then
-    redis.call('HSET', questions, 'v:' .. index, report(request_id, outcome, ttl_ms))
+local function append(channel_id, request_id, index, digest, envelope, ttl_ms)
+  local work, questions = WORK .. channel_id, QUESTIONS .. request_id
+  local names = {'r:' .. index, 'v:' .. index, 'd:' .. index, 'i:' .. index, 'g:' .. index, 'w:' .. index}
+  local marks = redis.call('HMGET', questions, unpack(names))
+  local outcome, event_id, known_digest = marks[1], marks[2], marks[3]
+  if marks[4] and is_live(questions, index) then return {'there', 0} end
+  -- Without a digest it was settled before it was ever published.
+  if outcome and (known_digest or digest) == digest then
+    if not exists(RESULTS, event_id) then
+      redis.call('HSET', questions, 'v:' .. index, report(request_id, {outcome}, ttl_ms))
+    end
+    return {'answered', 0}
   end
-  return 'answered'
+  local num_entries = redis.call('XLEN', work)
+  if num_entries >= max_entries then return {'full of entries', num_entries} end
+  if num_entries > 0 then
+    local num_bytes = redis.call('MEMORY', 'USAGE', work, 'SAMPLES', 0)
+    if num_bytes >= max_bytes then return {'full of bytes', num_bytes} end
+  end
+  number = number + 1
+  local id = ms .. '-' .. whole(number)
+  redis.call('XADD', work, id, 'r', request_id, 'i', index, 'e', envelope)
+  if outcome or event_id or marks[5] or marks[6] then
+    redis.call('HDEL', questions, 'r:' .. index, 'v:' .. index, 'g:' .. index, 'w:' .. index)
+  end
+  redis.call('HSET', questions, 'i:' .. index, channel_id .. ':' .. id, 'd:' .. index, digest)
+  keep(questions, ttl_ms)
+  queue(channel_id, id)
+  has_added = true
+  return {'added', num_entries + 1}
 end
-if redis.call('XLEN', work) >= max_entries then return 'full' end
-if redis.call('EXISTS', work) == 0 then make_group(work, WORK_GROUP) end
-local last_ms = tonumber(redis.call('HGET', ORDER, 'ms') or 0)
-local ms = whole(math.max(now_ms(), last_ms))
-local id = ms .. '-' .. whole(redis.call('HINCRBY', ORDER, 'number', 1))
-redis.call('HSET', ORDER, 'ms', ms)
-redis.call('PEXPIRE', ORDER, ORDER_TTL)
-redis.call('XADD', work, id, 'r', request_id, 'i', index, 'e', envelope)
-redis.call('HDEL', questions, 'r:' .. index, 'v:' .. index, 'g:' .. index, 'w:' .. index)
-redis.call('HSET', questions, 'i:' .. index, channel_id .. ':' .. id, 'd:' .. index, digest)
-keep(questions, ttl_ms)
-redis.call('SADD', ACTIVE, channel_id)
-ring(WORK_BELL, WORK_BELL_TTL)
-return 'added'
-""")
+
+-- Append the publications from an argument on; their states, in their order.
+local function append_from(first)
+  local states, num_items = {}, math.ceil((#ARGV - first + 1) / 6)
+  if num_items == 0 then return states end
+  number = redis.call('HINCRBY', ORDER, 'number', num_items) - num_items
+  redis.call('PEXPIRE', ORDER, ORDER_TTL)
+  for i = first, #ARGV, 6 do
+    states[#states + 1] = append(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
+  end
+  if has_added then
+    redis.call('HSET', ORDER, 'ms', ms)
+    ring(WORK_BELL, WORK_BELL_TTL)
+  end
+  return states
+end
+"""
+"""For scripts that append publications; their first two arguments are the limits of a channel, in entries and bytes."""
+
+_PUBLISH = Script.of(APPEND + "return append_from(3)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,24 +86,43 @@ class Publication:
     ttl_ms: int
     """How long the question's state is kept at least: its time budget plus retention."""
 
+    def arguments(self) -> tuple[Argument, ...]:
+        """In the order in which the script reads them."""
+        return (self.channel_id, self.request_id, self.question_index, self.digest, self.envelope, self.ttl_ms)
 
-async def publish(runner: ScriptRunner, publication: Publication, max_entries: int) -> PublishState:
-    """Append an item unless its question is there or the channel is full; remember where it is; wake the nodes.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What became of a publication."""
+
+    state: PublishState
+    num_held: int
+    """Of a full channel: what it holds, in entries or bytes."""
+
+
+class PublishState(StrEnum):
+    """What became of a publication."""
+
+    ADDED = "added"
+    THERE = "there"
+    """The question's item waits or is leased already."""
+    ANSWERED = "answered"
+    """The same question has its outcome already; it is reported again if its event is gone."""
+    FULL_OF_ENTRIES = "full of entries"
+    FULL_OF_BYTES = "full of bytes"
+
+
+async def publish(
+    runner: ScriptRunner, publications: Sequence[Publication], max_entries: int, max_bytes: int
+) -> list[Published]:
+    """Append items unless their question is there or their channel is full; remember where they are; wake the nodes.
 
     Entry ids grow across all channels, so that the oldest head is known without looking at payloads. They are made
-    from Redis' clock, which therefore tells an item's age.
+    from Redis' clock, which therefore tells an item's age. A channel's bytes are the memory of its stream.
     """
-    state = await runner.run(
-        _PUBLISH,
-        publication.channel_id,
-        publication.request_id,
-        publication.question_index,
-        publication.digest,
-        publication.envelope,
-        max_entries,
-        publication.ttl_ms,
-    )
-    return PublishState(state.decode())
+    arguments = [argument for publication in publications for argument in publication.arguments()]
+    states = await runner.run(_PUBLISH, max_entries, max_bytes, *arguments)
+    return [Published(state=PublishState(state.decode()), num_held=int(num_held)) for state, num_held in states]
 
 
 _WITHDRAW = Script.of(
@@ -103,24 +139,15 @@ else
   for i = 3, #ARGV do indexes[#indexes + 1] = ARGV[i] end
 end
 for _, index in ipairs(indexes) do
-  local ref = redis.call('HGET', questions, 'i:' .. index)
-  if ref then
-    local work, id = place_of(ref)
-    local rows = pending(work, id, id, 1)
-    local owner = rows and rows[1] and rows[1][2]
-    if owner and owner ~= UNOWNED then
-      local notices = NOTICES .. owner
-      redis.call('XADD', notices, 'MAXLEN', '~', MAX_NOTICES, '*', 'r', request_id, 'i', index, 'id', id)
-      redis.call('PEXPIRE', notices, NOTICES_TTL)
-    end
-    remove(work, id)
-    redis.call('HDEL', questions, 'i:' .. index, 'g:' .. index, 'd:' .. index)
-  end
+  if withdraw_item(request_id, index) then redis.call('HDEL', questions, 'd:' .. index) end
   redis.call('HSET', questions, 'w:' .. index, 1)
   keep(questions, NOTICES_TTL)
 end
-if forget == '1' then redis.call('DEL', questions, EVENTS .. request_id, REQUEST .. request_id) end
-if forget == '1' then redis.call('ZREM', DEADLINES, request_id) end
+if forget == '1' then
+  if redis.call('EXISTS', REQUEST .. request_id) == 1 then redis.call('XADD', RESULTS, '*', 'w', request_id) end
+  redis.call('DEL', questions, EVENTS .. request_id, REQUEST .. request_id)
+  redis.call('ZREM', DEADLINES, request_id)
+end
 return #indexes
 """,
     frees_room=True,
@@ -132,7 +159,7 @@ async def withdraw(
 ) -> None:
     """Remove the entries of questions without outcome (``None``: all) and leave notices for those who hold them.
 
-    With ``forget`` the request leaves no trace: its id is free again.
+    With ``forget`` the request leaves no trace: its id is free again, and readers of events are told.
     """
     if question_indexes is not None and not question_indexes:
         return
@@ -175,11 +202,20 @@ async def lost(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> li
 
 
 _SETTLED = Script.of("""
-local settled = {}
-for i = 1, #ARGV, 2 do
-  local questions, index = QUESTIONS .. ARGV[i], ARGV[i + 1]
-  local marks = redis.call('HMGET', questions, 'r:' .. index, 'w:' .. index)
-  if marks[1] or marks[2] then settled[#settled + 1] = (i - 1) / 2 end
+local settled, first = {}, 1
+while first <= #ARGV do
+  -- Questions of one request that follow each other are looked up together.
+  local names, last = {}, first
+  while ARGV[last] == ARGV[first] and #names < 1000 do
+    names[#names + 1] = 'r:' .. ARGV[last + 1]
+    names[#names + 1] = 'w:' .. ARGV[last + 1]
+    last = last + 2
+  end
+  local marks = redis.call('HMGET', QUESTIONS .. ARGV[first], unpack(names))
+  for i = 1, #marks, 2 do
+    if marks[i] or marks[i + 1] then settled[#settled + 1] = (first + i) / 2 - 1 end
+  end
+  first = last
 end
 return settled
 """)

@@ -1,63 +1,57 @@
-"""The scripts of the result stream's reader.
+"""The scripts of the result stream's readers.
 
-Invariants and semantics: each function is one atomic act. One consumer reads at a time, so that events keep their
-order; another one stands by until the reader gives no sign of life, or is an earlier incarnation of the same node.
-Taking over takes the former reader's unacknowledged events along, before anything new.
+Invariants and semantics: each function is one atomic act. Every reader is given every event and keeps its own position;
+an event stays until all readers that gave a sign of life within ``READERS_TTL`` have read it. A reader that was silent
+for longer is told that it may have missed something, as is one whose store began anew. A question's outcome is set
+once, whoever sets it: a node that commits, or an aggregator that settles.
 
-Not here: decoding (``redis_streams``).
+Not here: decoding (``redis_source``), commits (``redis_scripts_lease``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.redis_scripts import Script, ScriptRunner
+from common.redis_scripts import Argument, Script, ScriptRunner
 
 _READ = Script.of(
     """
-local consumer, node_id, max_events = ARGV[1], ARGV[2], ARGV[3]
-local reader = redis.call('GET', READER)
-if reader and reader ~= consumer and string.sub(reader, 1, #node_id + 1) ~= node_id .. '/' then return {} end
-redis.call('SET', READER, consumer, 'PX', READER_TTL)
+local reader, position, max_events = ARGV[1], ARGV[2], ARGV[3]
 
-if reader ~= consumer then
-  make_group(RESULTS, RESULTS_GROUP)
-  local cursor = '0-0'
-  repeat
-    local page = redis.call('XAUTOCLAIM', RESULTS, RESULTS_GROUP, consumer, 0, cursor, 'COUNT', 100, 'JUSTID')
-    cursor = page[1]
-  until cursor == '0-0'
-  for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', RESULTS, RESULTS_GROUP)) do
-    local name = field_of(info, 'name')
-    if name ~= consumer and field_of(info, 'pending') == 0 then
-      redis.call('XGROUP', 'DELCONSUMER', RESULTS, RESULTS_GROUP, name)
-    end
-  end
+local function parts_of(id)
+  local ms, number = string.match(id, '^(%d+)-(%d+)$')
+  return tonumber(ms), tonumber(number)
 end
-for i = 4, #ARGV do
-  redis.call('XACK', RESULTS, RESULTS_GROUP, ARGV[i])
-  redis.call('XDEL', RESULTS, ARGV[i])
+
+local function is_before(a, b)
+  local a_ms, a_number = parts_of(a)
+  local b_ms, b_number = parts_of(b)
+  return a_ms < b_ms or (a_ms == b_ms and a_number < b_number)
 end
+
+local now = now_ms()
+local is_known = redis.call('HEXISTS', READERS, reader) == 1
+if not is_known then position = '0-0' end
+redis.call('HSET', READERS, reader, whole(now) .. ' ' .. position)
+redis.call('PEXPIRE', READERS, READERS_TTL)
+
+local oldest, readers = position, redis.call('HGETALL', READERS)
+for i = 1, #readers, 2 do
+  local seen_ms, its_position = string.match(readers[i + 1], '^(%d+) (.+)$')
+  if now - seen_ms > READERS_TTL then redis.call('HDEL', READERS, readers[i])
+  elseif is_before(its_position, oldest) then oldest = its_position end
+end
+local ms, number = parts_of(oldest)
+redis.call('XTRIM', RESULTS, 'MINID', whole(ms) .. '-' .. whole(number + 1))
 
 local events = {}
-local function read(first)
-  local count = max_events - #events
-  if count <= 0 then return end
-  local command = {'XREADGROUP', 'GROUP', RESULTS_GROUP, consumer, 'COUNT', count, 'STREAMS', RESULTS, first}
-  local streams = redis.pcall(unpack(command))
-  if streams and streams.err then
-    make_group(RESULTS, RESULTS_GROUP)
-    streams = redis.call(unpack(command))
-  end
-  for _, entry in ipairs(streams and streams[1][2] or {}) do
-    if entry[2] then events[#events + 1] = {entry[1], field_of(entry[2], 'e') or ''}
-    else redis.call('XACK', RESULTS, RESULTS_GROUP, entry[1]) end
-  end
+for _, entry in ipairs(redis.call('XRANGE', RESULTS, '(' .. position, '+', 'COUNT', max_events)) do
+  events[#events + 1] = entry[1]
+  events[#events + 1] = field_of(entry[2], 'e') or ''
+  events[#events + 1] = field_of(entry[2], 'w') or ''
 end
-read('0')
-if #events == 0 then read('>') end
-return events
+return {is_known and 1 or 0, events}
 """,
     frees_room=True,
 )
@@ -70,25 +64,42 @@ class EventEntry:
     entry_id: str
     envelope: bytes
     """Empty when the entry has no payload."""
+    withdrawn: str
+    """Id of a request that was withdrawn; empty in all other entries."""
 
 
-async def read(
-    runner: ScriptRunner, consumer: str, node_id: str, max_events: int, acknowledged: Sequence[str]
-) -> list[EventEntry]:
-    """Delete what is acknowledged and hand out up to ``max_events`` events, unacknowledged ones first.
+def event_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> EventEntry:
+    """An entry as the server knows it."""
+    return EventEntry(
+        entry_id=entry_id.decode(),
+        envelope=fields.get(b"e", b""),
+        withdrawn=fields.get(b"w", b"").decode(errors="replace"),
+    )
 
-    Nothing is handed out while another consumer is the reader.
-    """
-    events = await runner.run(_READ, consumer, node_id, max_events, *acknowledged)
-    return [EventEntry(entry_id=entry_id.decode(), envelope=envelope) for entry_id, envelope in events]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadEvents:
+    """What a reader is given."""
+
+    is_known: bool
+    """False: the reader is new, or was away for so long that it may have missed events; it begins anew."""
+    entries: list[EventEntry]
+
+
+async def read(runner: ScriptRunner, reader: str, position: str, max_events: int) -> ReadEvents:
+    """Note that the reader has read up to its position, delete what all have read, hand out what comes next."""
+    is_known, events = await runner.run(_READ, reader, position, max_events)
+    rows = zip(events[::3], events[1::3], events[2::3], strict=True)
+    entries = [event_entry(entry_id, {b"e": envelope, b"w": withdrawn}) for entry_id, envelope, withdrawn in rows]
+    return ReadEvents(is_known=bool(is_known), entries=entries)
 
 
 _DISCARD = Script.of(
     """
 local id = ARGV[1]
 local found = redis.call('XRANGE', RESULTS, id, id)[1]
-if found then set_aside(RESULTS, id, 1, found[2], ARGV[2], ARGV[3]) end
-redis.call('XACK', RESULTS, RESULTS_GROUP, id)
+if not found then return end
+set_aside(RESULTS, id, 1, found[2], ARGV[2], ARGV[3])
 redis.call('XDEL', RESULTS, id)
 """,
     frees_room=True,
@@ -96,19 +107,36 @@ redis.call('XDEL', RESULTS, id)
 
 
 async def discard(runner: ScriptRunner, entry_id: str, *, reason: str, message: str) -> None:
-    """Copy an event that cannot be read to the dead letters as it is, and remove it."""
+    """Move an event that cannot be read to the dead letters as it is, unless another reader has done so."""
     await runner.run(_DISCARD, entry_id, reason, message)
 
 
-_HISTORY = Script.of("""
-local envelopes = {}
-for _, entry in ipairs(redis.call('XRANGE', EVENTS .. ARGV[1], '-', '+')) do
-  envelopes[#envelopes + 1] = field_of(entry[2], 'e') or ''
+_SETTLE = Script.of(
+    """
+local request_id, ttl_ms = ARGV[1], ARGV[2]
+local questions = QUESTIONS .. request_id
+local settled = {}
+for i = 3, #ARGV, 2 do
+  local index, envelope = ARGV[i], ARGV[i + 1]
+  local outcome = redis.call('HGET', questions, 'r:' .. index)
+  if not outcome then
+    withdraw_item(request_id, index)
+    settle(request_id, index, {envelope}, ttl_ms)
+  end
+  if not outcome or outcome == envelope then settled[#settled + 1] = tonumber(index) end
 end
-return envelopes
-""")
+return settled
+""",
+    frees_room=True,
+)
 
 
-async def history(runner: ScriptRunner, request_id: str) -> list[bytes]:
-    """Envelopes of all events of a request so far."""
-    return list(await runner.run(_HISTORY, request_id))
+async def settle(
+    runner: ScriptRunner, request_id: str, outcomes: Sequence[tuple[int, bytes]], ttl_ms: int
+) -> list[int]:
+    """Set the outcomes (question index, envelope) of questions that have none, and withdraw their items.
+
+    Returns the indexes of those for which these very outcomes stand.
+    """
+    arguments: list[Argument] = [part for outcome in outcomes for part in outcome]
+    return [int(index) for index in await runner.run(_SETTLE, request_id, ttl_ms, *arguments)]

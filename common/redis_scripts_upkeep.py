@@ -22,10 +22,10 @@ local function bury(consumer, num_channels)
     local rows = pending(work, '-', '+', 1000, consumer)
     for _, row in ipairs(rows or {}) do
       if exists(work, row[1]) then
-        disown(work, row[1], row[3], row[4])
+        disown(channel_id, row[1], row[3], row[4])
         num_moved = num_moved + 1
       else
-        redis.call('XACK', work, WORK_GROUP, row[1])
+        remove(channel_id, row[1])
       end
     end
     if rows and #pending(work, '-', '+', 1, consumer) == 0 then
@@ -33,7 +33,7 @@ local function bury(consumer, num_channels)
     end
   end
   redis.call('ZREM', NODES, consumer)
-  redis.call('DEL', NOTICES .. consumer)
+  redis.call('DEL', NOTICES .. consumer, GRANTS .. consumer)
   if num_moved > 0 then ring(WORK_BELL, WORK_BELL_TTL) end
 end
 """
@@ -71,8 +71,8 @@ _SWEEP = Script.of(
 local lease_ms, max_deliveries, num_channels = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local deleted, poisonous, num_moved = {}, {}, 0
 
-local function sweep(work)
-  local cursor = '0-0'
+local function sweep(channel_id)
+  local work, cursor = WORK .. channel_id, '0-0'
   repeat
     local page = redis.pcall('XAUTOCLAIM', work, WORK_GROUP, UNOWNED, lease_ms, cursor, 'COUNT', 100, 'JUSTID')
     if page.err then
@@ -81,7 +81,11 @@ local function sweep(work)
       return
     end
     num_moved = num_moved + #page[2]
-    for _, id in ipairs(page[3]) do deleted[#deleted + 1] = id end
+    for _, id in ipairs(page[2]) do redis.call('ZREM', LEASED, channel_id .. ':' .. id) end
+    for _, id in ipairs(page[3]) do
+      redis.call('ZREM', LEASED, channel_id .. ':' .. id)
+      deleted[#deleted + 1] = id
+    end
     cursor = page[1]
   until cursor == '0-0'
 end
@@ -99,9 +103,9 @@ end
 
 for channel_id = 0, num_channels - 1 do
   local work = WORK .. channel_id
-  sweep(work)
+  sweep(channel_id)
   remove_strangers(work)
-  if redis.call('XLEN', work) > 0 then redis.call('SADD', ACTIVE, channel_id) end
+  requeue(channel_id)
   for _, row in ipairs(pending(work, '-', '+', 100, UNOWNED) or {}) do
     local found = row[4] >= max_deliveries and redis.call('XRANGE', work, row[1], row[1])[1]
     if found then poisonous[#poisonous + 1] = {channel_id, row[1], row[4], found[2]} end

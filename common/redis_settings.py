@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from common.errors import ConfigError
+from common.types import ChannelEvent, WorkItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +30,12 @@ class LinkSettings:
     max_connections: int = 16
 
 
-def _no_trace() -> str:
+def _no_trace(_: object) -> str:
     return ""
+
+
+def _ignore(_: object, __: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +50,18 @@ class RedisTransportSettings:
     lease_timeout_s: float = 15.0
     max_deliveries: int = 3
     max_entries_per_channel: int = 1024
+    max_bytes_per_channel: int = 67_108_864
+    """A channel takes no further item once its stream has so many bytes of the server's memory."""
     max_events: int = 65_536
-    """Most unread events before ``emit`` waits."""
+    """Unread events from which on no more progress is taken."""
     retention_s: float = 600.0
     """How long outcomes and a request's events are kept."""
     heartbeat_ttl_s: float = 3.0
     """A consumer that was silent for so long is dead."""
-    current_trace: Callable[[], str] = _no_trace
-    """W3C traceparent of the running call, to travel with what it publishes."""
+    trace_of: Callable[[WorkItem], str] = _no_trace
+    """W3C traceparent that travels with an item; empty for none."""
+    on_event: Callable[[ChannelEvent, str], None] = _ignore
+    """Told of every event that is read, with the traceparent of its item; must neither raise nor wait."""
 
     @property
     def consumer(self) -> str:
@@ -75,7 +84,8 @@ class RedisTransportSettings:
         Raises:
             ConfigError: they do not.
         """
-        sizes = (self.num_channels, self.max_deliveries, self.max_entries_per_channel, self.max_events)
+        bounds = (self.max_entries_per_channel, self.max_bytes_per_channel, self.max_events)
+        sizes = (self.num_channels, self.max_deliveries, *bounds)
         times_s = (self.lease_timeout_s, self.retention_s, self.heartbeat_ttl_s)
         if min(sizes) < 1 or min(times_s) <= 0:
             raise ConfigError("a Redis transport needs at least one channel, delivery, entry and event, and times > 0")

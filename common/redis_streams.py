@@ -1,4 +1,4 @@
-"""The transport of the distributed form: work streams and result stream in Redis.
+"""The transport of the distributed form: work streams in Redis.
 
 Invariants and semantics: see ``common.ports``. Every operation is one script, safe to repeat after a lost reply; a call
 that is cancelled has happened or not, and a lease that nobody got is handed back. Each process is a consumer of its own
@@ -16,40 +16,40 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from common import redis_scripts_lease as lease_scripts
 from common import redis_scripts_publish as publish_scripts
-from common import redis_scripts_results as result_scripts
-from common.codec import EnvelopeValue, open_envelope, seal
-from common.errors import (
-    InvalidRequestError,
-    InvariantError,
-    KevError,
-    QueueFullError,
-)
-from common.ports import Clock, CommitState, Lease
-from common.redis_keys import MAX_NOTICES, NOTICES, RESULTS_BELL, WORK_BELL
-from common.redis_link import RedisLink
+from common.codec import open_envelope, seal, seal_item
+from common.errors import InvalidRequestError, KevError, QueueFullError
+from common.ports import Clock, Lease, Report, ReportState
+from common.redis_keys import MAX_NOTICES, NOTICES, WORK_BELL
+from common.redis_link import RedisLink, StoreFullError
 from common.redis_listener import RedisListener, Signal
 from common.redis_scripts import Entry, Hold
 from common.redis_settings import RedisTransportSettings
 from common.redis_upkeep import RedisUpkeep
-from common.types import ChannelDelta, ChannelEvent, ChannelResult, ChannelStarted, WorkItem
+from common.types import WorkItem
 from common.wording import is_a
 
-_RETRY_AFTER_S = 1.0
 _SLICE_S = 1.0
 _LEAVE_S = 1.0
-_FULL_PAUSE_S = 0.05
+_MAX_PER_CALL = 128
+"""Most entries that one script works on: the server does nothing else meanwhile."""
+_MAX_BYTES_PER_CALL = 4_194_304
+
+_STILL_LEASED = frozenset({ReportState.HELD, ReportState.FULL})
 
 _log = logging.getLogger("kev.redis")
 
+T = TypeVar("T")
+
 
 class RedisTransport:
-    """``WorkStreams`` and ``ResultStream`` in Redis, for one event loop."""
+    """``WorkStreams`` and ``OutcomeBoard`` in Redis, for one event loop."""
 
     def __init__(self, *, link: RedisLink, clock: Clock, settings: RedisTransportSettings) -> None:
         """Join a deployment; nothing is sent before the first call.
@@ -68,25 +68,25 @@ class RedisTransport:
         self._settings = settings
         self._consumer = settings.consumer
         self._hold_ttl_ms = settings.lease_ms + settings.retention_ms
-        self._work_changed, self._results_changed, self._notices_changed = Signal(), Signal(), Signal()
-        self._listener = RedisListener(
-            link,
-            {
-                link.keys.name(WORK_BELL): (self._work_changed,),
-                link.keys.name(RESULTS_BELL): (self._results_changed,),
-                link.keys.name(NOTICES, self._consumer): (self._notices_changed, self._work_changed),
-            },
+        self._work_changed, self._notices_changed = Signal(), Signal()
+        # One for each, so that nobody is woken by what he does not wait for.
+        self._work_listener = RedisListener(link, {link.keys.name(WORK_BELL): (self._work_changed,)})
+        self._notices_listener = RedisListener(
+            link, {link.keys.name(NOTICES, self._consumer): (self._notices_changed, self._work_changed)}
         )
         self._upkeep = RedisUpkeep(link, clock, settings)
         self._upkeep_task: asyncio.Task[None] | None = None
         self._grant = 0
         """Number of the next lease call."""
-        self._held: dict[tuple[str, int], str] = {}
-        """Entry id of each lease that this process was granted and has not given up."""
+        self._held: dict[tuple[str, int], tuple[int, str]] = {}
+        """(channel id, entry id) of each lease that this process was granted and has not given up."""
         self._notices: dict[tuple[str, int], None] = {}
-        self._returned: tuple[str, ...] = ()
-        """Events that the latest read returned: acknowledged by the next one."""
-        self._lease_lock, self._read_lock = asyncio.Lock(), asyncio.Lock()
+        self._lease_lock = asyncio.Lock()
+
+    @property
+    def settings(self) -> RedisTransportSettings:
+        """What this process has joined with."""
+        return self._settings
 
     @property
     def num_lost_entries(self) -> int:
@@ -95,7 +95,8 @@ class RedisTransport:
 
     async def close(self) -> None:
         """Let go of what is still held and leave the groups, if the store can be reached."""
-        await self._listener.close()
+        for listener in (self._work_listener, self._notices_listener):
+            await listener.close()
         if self._upkeep_task is None:
             return
         self._upkeep_task.cancel()
@@ -106,30 +107,21 @@ class RedisTransport:
         except (KevError, TimeoutError):
             _log.warning("could not leave the consumer groups; the other nodes will notice")
 
+    @property
+    def channel_limits(self) -> tuple[int, int]:
+        """Most entries and most bytes of a channel."""
+        return self._settings.max_entries_per_channel, self._settings.max_bytes_per_channel
+
     # ---- router's side
 
-    async def publish(self, item: WorkItem) -> None:
-        """Append the item to its channel's stream; see ``common.ports.WorkStreams``."""
-        num_channels = self._settings.num_channels
-        if not 0 <= item.channel_id < num_channels:
-            raise InvalidRequestError.of(
-                "channel_id", f"{item.channel_id} does not exist; channels are 0 to {num_channels - 1}"
-            )
-        publication = publish_scripts.Publication(
-            channel_id=item.channel_id,
-            request_id=item.request_id,
-            question_index=item.question_index,
-            digest=_digest_of(item),
-            envelope=seal(item, self._settings.current_trace()),
-            ttl_ms=item.time_budget_ms + self._hold_ttl_ms,
-        )
-        limit = self._settings.max_entries_per_channel
-        state = await self._link.unbroken(publish_scripts.publish(self._link, publication, limit))
-        if state is publish_scripts.PublishState.FULL:
-            raise QueueFullError(
-                f"channel {item.channel_id} already holds {limit} questions, its limit; try again later",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+    async def publish(self, items: Sequence[WorkItem]) -> list[QueueFullError | None]:
+        """Append items to their channels' streams; see ``common.ports.WorkStreams``."""
+        publications = [self.publication_of(item) for item in items]
+        refusals: list[QueueFullError | None] = []
+        for part in parts_of(publications, lambda publication: len(publication.envelope)):
+            published = await self._link.unbroken(publish_scripts.publish(self._link, part, *self.channel_limits))
+            refusals += map(self.refusal_of, part, published)
+        return refusals
 
     async def cancel(self, request_id: str, question_indexes: Sequence[int] | None = None) -> None:
         """Withdraw questions; a withdrawn lease answers False from now on; see ``common.ports.WorkStreams``."""
@@ -160,55 +152,37 @@ class RedisTransport:
         while True:
             version = self._work_changed.version
             async with self._lease_lock:
-                leases = await self._link.unbroken(self._take(max_items), undo=self._give_back)
+                leases = await self._link.unbroken(self._take(max_items), undo=self._hand_back)
             left_s = ends_at_s - loop.time()
             if leases or left_s <= 0:
                 return leases
             slice_s = min(left_s, _SLICE_S, self._settings.lease_timeout_s / 4)
-            await self._listener.wait(self._work_changed, version, slice_s)
+            await self._work_listener.wait(self._work_changed, version, slice_s)
 
-    async def renew(self, lease: Lease) -> bool:
-        """Extend the lease by the full lease time."""
-        renewed = await self._link.unbroken(lease_scripts.renew(self._link, self._hold_of(lease), self._hold_ttl_ms))
-        if not renewed:
-            self._let_go(lease)
+    async def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """Extend leases by the full lease time; see ``common.ports.WorkStreams``."""
+        renewed: list[bool] = []
+        for part in parts_of(leases):
+            holds = [self._hold_of(lease) for lease in part]
+            renewed += await self._link.unbroken(lease_scripts.renew(self._link, holds, self._hold_ttl_ms))
+        self._let_go([lease for lease, is_held in zip(leases, renewed, strict=True) if not is_held])
         return renewed
 
-    async def emit(self, lease: Lease, event: ChannelStarted | ChannelDelta) -> bool:
-        """Report progress to the aggregator; waits while the result stream is full.
+    async def report(self, reports: Sequence[Report]) -> list[ReportState]:
+        """Tell the aggregator what happened; see ``common.ports.WorkStreams``."""
+        states: list[ReportState] = []
+        for part in parts_of(reports):
+            some = await self._link.unbroken(self._report([self._hold_report_of(report) for report in part]))
+            self._let_go([report.lease for report, state in zip(part, some, strict=True) if state not in _STILL_LEASED])
+            states += some
+        return states
 
-        Raises:
-            InvariantError: the event is about another question or attempt than the lease.
-        """
-        _check_subject(lease, event)
-        hold, envelope = self._hold_of(lease), seal(event, lease.trace)
-        while True:
-            state = await self._link.unbroken(
-                lease_scripts.emit(self._link, hold, envelope, self._settings.max_events, self._hold_ttl_ms)
-            )
-            if state is not lease_scripts.EmitState.FULL:
-                return state is lease_scripts.EmitState.REPORTED
-            await asyncio.sleep(random.uniform(_FULL_PAUSE_S / 2, _FULL_PAUSE_S))
-
-    async def commit(self, lease: Lease, result: ChannelResult) -> CommitState:
-        """Report the outcome and remove the item, in one atomic act.
-
-        Raises:
-            InvariantError: the result is about another question or attempt than the lease.
-        """
-        _check_subject(lease, result)
-        envelope = seal(result, lease.trace)
-        state = await self._link.unbroken(
-            lease_scripts.commit(self._link, self._hold_of(lease), envelope, self._settings.retention_ms)
-        )
-        self._let_go(lease)
-        return state
-
-    async def hand_back(self, lease: Lease) -> bool:
-        """Return an unstarted item at once to the head of its channel; it does not count as an attempt."""
-        back = await self._link.unbroken(lease_scripts.hand_back(self._link, self._hold_of(lease), self._hold_ttl_ms))
-        self._let_go(lease)
-        return back
+    async def hand_back(self, leases: Sequence[Lease]) -> list[bool]:
+        """Return unstarted items at once to the heads of their channels; see ``common.ports.WorkStreams``."""
+        handed_back: list[bool] = []
+        for part in parts_of(leases):
+            handed_back += await self._link.unbroken(self._hand_back(part))
+        return handed_back
 
     async def dead_letter(self, lease: Lease, error: KevError) -> bool:
         """Set the item aside and report an error outcome for its question."""
@@ -219,7 +193,7 @@ class RedisTransport:
             num_truncated=lease.item.prompt.num_truncated,
         )
         done = await self._link.unbroken(self._upkeep.set_aside(hold, error.info, seal(outcome, lease.trace)))
-        self._let_go(lease)
+        self._let_go([lease])
         return done
 
     async def cancellations(self, wait_s: float) -> list[tuple[str, int]]:
@@ -234,31 +208,43 @@ class RedisTransport:
                 withdrawn = list(self._notices)
                 self._notices.clear()
                 return withdrawn
-            await self._listener.wait(self._notices_changed, version, min(left_s, _SLICE_S))
+            await self._notices_listener.wait(self._notices_changed, version, min(left_s, _SLICE_S))
 
-    # ---- aggregator's side
+    # ---- publications
 
-    async def read(self, max_events: int, wait_s: float) -> list[ChannelEvent]:
-        """Take up to ``max_events`` events and acknowledge the previous ones; see ``common.ports.ResultStream``.
+    def publication_of(self, item: WorkItem) -> publish_scripts.Publication:
+        """The entry that an item becomes.
 
-        Returns nothing while another process is the reader.
+        Raises:
+            InvalidRequestError: its channel does not exist.
         """
-        loop = asyncio.get_running_loop()
-        ends_at_s = loop.time() + wait_s
-        async with self._read_lock:
-            while True:
-                version = self._results_changed.version
-                events = await self._link.unbroken(self._take_events(max_events))
-                left_s = ends_at_s - loop.time()
-                if events or left_s <= 0:
-                    self._returned = tuple(entry_id for entry_id, _ in events)
-                    return [event for _, event in events]
-                await self._listener.wait(self._results_changed, version, min(left_s, _SLICE_S))
+        num_channels = self._settings.num_channels
+        if not 0 <= item.channel_id < num_channels:
+            raise InvalidRequestError.of(
+                "channel_id", f"{item.channel_id} does not exist; channels are 0 to {num_channels - 1}"
+            )
+        sealed, content = seal_item(item, self._settings.trace_of(item))
+        return publish_scripts.Publication(
+            channel_id=item.channel_id,
+            request_id=item.request_id,
+            question_index=item.question_index,
+            digest=hashlib.blake2b(content, digest_size=16).digest(),
+            envelope=sealed,
+            ttl_ms=item.time_budget_ms + self._hold_ttl_ms,
+        )
 
-    async def history(self, request_id: str) -> list[ChannelEvent]:
-        """All events of a request so far, read or not: what a reader that starts anew begins with."""
-        envelopes = await self._link.unbroken(result_scripts.history(self._link, request_id))
-        return [_checked_event(open_envelope(envelope)[0]) for envelope in envelopes]
+    def refusal_of(
+        self, publication: publish_scripts.Publication, published: publish_scripts.Published
+    ) -> QueueFullError | None:
+        """Why an entry was not appended; None: it was."""
+        settings, states = self._settings, publish_scripts.PublishState
+        bounds = {
+            states.FULL_OF_ENTRIES: (settings.max_entries_per_channel, "questions"),
+            states.FULL_OF_BYTES: (settings.max_bytes_per_channel, "bytes"),
+        }
+        if published.state not in bounds:
+            return None
+        return QueueFullError.of_channel(publication.channel_id, published.num_held, *bounds[published.state])
 
     # ---- leases
 
@@ -274,6 +260,7 @@ class RedisTransport:
                 max_deliveries=self._settings.max_deliveries,
                 grant=grant,
                 ttl_ms=self._hold_ttl_ms,
+                held=list(self._held.values()),
             )
             # Only now: a call that failed may have been granted something, which the next one is given again.
             self._grant += 1
@@ -298,7 +285,7 @@ class RedisTransport:
             entry.channel_id,
         ):
             raise InvalidRequestError.of("envelope", "does not hold the work item that its entry announces")
-        self._held[item.key] = entry.entry_id
+        self._held[item.key] = (entry.channel_id, entry.entry_id)
         # A notice still unread concerns an earlier publication of the same question.
         self._notices.pop(item.key, None)
         published_ms = int(entry.entry_id.partition("-")[0])
@@ -322,59 +309,62 @@ class RedisTransport:
             grant=grant,
         )
 
-    def _let_go(self, lease: Lease) -> None:
-        """Forget a lease; its channel may have something else for this process."""
-        if self._held.get(lease.item.key) == lease.lease_id.partition(" ")[0]:
-            del self._held[lease.item.key]
-            self._work_changed.set()
+    def _hold_report_of(self, report: Report) -> lease_scripts.HoldReport:
+        return lease_scripts.HoldReport(
+            hold=self._hold_of(report.lease),
+            envelopes=[seal(event, report.lease.trace) for event in report.events],
+            is_end=report.outcome is not None,
+        )
 
-    async def _give_back(self, leases: list[Lease]) -> None:
+    async def _report(self, reports: Sequence[lease_scripts.HoldReport]) -> list[ReportState]:
+        """Report in one call; a server without room for progress still takes outcomes."""
+        send = partial(
+            lease_scripts.report,
+            self._link,
+            max_events=self._settings.max_events,
+            hold_ttl_ms=self._hold_ttl_ms,
+            outcome_ttl_ms=self._settings.retention_ms,
+        )
+        try:
+            return await send(reports)
+        except StoreFullError:
+            ends = [report for report in reports if report.is_end]
+            states = iter(await send(ends) if ends else ())
+            return [next(states) if report.is_end else ReportState.FULL for report in reports]
+
+    def _let_go(self, leases: Sequence[Lease]) -> None:
+        """Forget leases; their channels may have something else for this process."""
         for lease in leases:
-            await lease_scripts.hand_back(self._link, self._hold_of(lease), self._hold_ttl_ms)
-            self._let_go(lease)
+            _, entry_id = self._held.get(lease.item.key, (0, ""))
+            if entry_id == lease.lease_id.partition(" ")[0]:
+                del self._held[lease.item.key]
+                self._work_changed.set()
+
+    async def _hand_back(self, leases: Sequence[Lease]) -> list[bool]:
+        holds = [self._hold_of(lease) for lease in leases]
+        handed_back = await lease_scripts.hand_back(self._link, holds, self._hold_ttl_ms) if holds else []
+        self._let_go(leases)
+        return handed_back
 
     async def _take_notices(self) -> None:
         for request_id, question_index, entry_id in await lease_scripts.take_notices(self._link, self._consumer):
             key = (request_id, question_index)
-            if self._held.get(key, entry_id) != entry_id:
+            if self._held.get(key, (0, entry_id))[1] != entry_id:
                 continue
             self._held.pop(key, None)
             self._notices[key] = None
         while len(self._notices) > MAX_NOTICES:
             del self._notices[next(iter(self._notices))]
 
-    # ---- events
 
-    async def _take_events(self, max_events: int) -> list[tuple[str, ChannelEvent]]:
-        while True:
-            entries = await result_scripts.read(
-                self._link, self._consumer, self._settings.node_id, max_events, self._returned
-            )
-            self._returned = ()
-            events = []
-            for entry in entries:
-                try:
-                    event, _ = open_envelope(entry.envelope)
-                    events.append((entry.entry_id, _checked_event(event)))
-                except InvalidRequestError as error:
-                    _log.error("event %s goes to the dead letters: %s", entry.entry_id, error)
-                    await result_scripts.discard(self._link, entry.entry_id, reason=error.reason, message=str(error))
-            if events or not entries:
-                return events
-
-
-def _digest_of(item: WorkItem) -> bytes:
-    """Of everything but the remaining time, which a repeated publication has less of."""
-    return hashlib.blake2b(seal(replace(item, time_budget_ms=0)), digest_size=16).digest()
-
-
-def _check_subject(lease: Lease, event: ChannelEvent) -> None:
-    reported = (event.request_id, event.question_index, event.attempt)
-    if reported != (*lease.item.key, lease.attempt):
-        raise InvariantError(f"an event about {reported} was reported under the lease of {lease.item.key}")
-
-
-def _checked_event(event: EnvelopeValue) -> ChannelEvent:
-    if isinstance(event, ChannelStarted | ChannelDelta | ChannelResult):
-        return event
-    raise InvalidRequestError.of("envelope.type", f"is {type(event).__name__}; the result stream holds events")
+def parts_of(things: Sequence[T], size_of: Callable[[T], int] = lambda _: 0) -> Iterator[Sequence[T]]:
+    """The things in their order, in pieces that one script call may work on."""
+    first = num_bytes = 0
+    for place, thing in enumerate(things):
+        size = size_of(thing)
+        if place > first and (place - first >= _MAX_PER_CALL or num_bytes + size > _MAX_BYTES_PER_CALL):
+            yield things[first:place]
+            first, num_bytes = place, 0
+        num_bytes += size
+    if things:
+        yield things[first:]

@@ -246,13 +246,15 @@ def _read_fields(
             violations.append(FieldViolation(path or "options", f"must have text as keys, got {shown(key)}"))
             continue
         plain_key = str.__str__(key)
+        if value is None and plain_key in checks and plain_key != "text":
+            continue
         place = _place(path, plain_key)
-        if plain_key not in checks:
-            guess = nearest(plain_key, checks) if len(violations) < _MAX_GUESSES else None
-            hint = f"did you mean {guess}?" if guess else f"known are {_names(checks)}"
-            violations.append(FieldViolation(place, f"is not a known field; {hint}"))
-        elif value is not None or plain_key == "text":
+        if plain_key in checks:
             _read_value(plain_key, value, place, checks[plain_key], found, violations)
+            continue
+        guess = nearest(plain_key, checks) if len(violations) < _MAX_GUESSES else None
+        hint = f"did you mean {guess}?" if guess else f"known are {_names(checks)}"
+        violations.append(FieldViolation(place, f"is not a known field; {hint}"))
     return found
 
 

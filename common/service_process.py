@@ -16,7 +16,7 @@ import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,15 @@ from typing import Any
 from common.clock import SystemClock
 from common.config import Config, load_config
 from common.errors import ConfigError, KevError
-from common.grpc_options import TlsFiles
 from common.grpc_server import GrpcServer, GrpcServerSettings, Servicer
+from common.json_logs import configure_logs
+from common.metrics.calls import CallMetrics
+from common.metrics.server import serve_metrics
 from common.redis_link import RedisLink
 from common.redis_settings import LinkSettings, RedisTransportSettings
 from common.redis_streams import RedisTransport
+from common.telemetry import Telemetry
+from common.tls_files import TlsFiles
 
 _CHECK_INTERVAL_S = 0.5
 _log = logging.getLogger("kev.process")
@@ -64,7 +68,7 @@ def read_arguments(program: str, arguments: Sequence[str] | None = None) -> Conf
     return config
 
 
-async def join(config: Config, node_id: str) -> tuple[RedisLink, RedisTransport]:
+async def join(config: Config, node_id: str, telemetry: Telemetry) -> tuple[RedisLink, RedisTransport]:
     """This process's part in the deployment's streams.
 
     Raises:
@@ -79,7 +83,10 @@ async def join(config: Config, node_id: str) -> tuple[RedisLink, RedisTransport]
         lease_timeout_s=cluster.lease_timeout_s,
         max_deliveries=cluster.max_attempts,
         max_entries_per_channel=2 * router.channel_queue_size,
+        max_bytes_per_channel=router.channel_queue_bytes,
         retention_s=float(config.aggregator.result_ttl_s),
+        trace_of=telemetry.traces.trace_of,
+        on_event=telemetry.traces.arrived,
     )
     return link, RedisTransport(link=link, clock=SystemClock(), settings=settings)
 
@@ -90,13 +97,31 @@ def tls_files(config: Config) -> TlsFiles:
     return TlsFiles(cert_file=cluster.tls_cert_file, key_file=cluster.tls_key_file, ca_file=cluster.tls_ca_file)
 
 
-async def run_service(config: Config, service: Service) -> int:
+async def run_service(config: Config, service: Service, telemetry: Telemetry) -> int:
     """Serve until told to stop; returns the exit code.
 
     Raises:
         ConfigError: the address cannot be bound, or keys or certificates cannot be read.
     """
+    async with AsyncExitStack() as stack:
+        await _open_metrics(stack, config, telemetry)
+        try:
+            return await _serve(config, service, telemetry)
+        finally:
+            await asyncio.to_thread(telemetry.close)
+
+
+async def _open_metrics(stack: AsyncExitStack, config: Config, telemetry: Telemetry) -> None:
+    host, port = config.cluster.bind_host, config.observability.metrics_port
+    if port:
+        await stack.enter_async_context(serve_metrics(telemetry.metrics, host, port))
+        _log.info("metrics are told on %s:%d", host, port)
+
+
+async def _serve(config: Config, service: Service, telemetry: Telemetry) -> int:
     cluster = config.cluster
+    calls = CallMetrics(telemetry.metrics)
+    telemetry.metrics.add_source(calls.readings)
     settings = GrpcServerSettings(
         host=cluster.bind_host,
         port=service.port,
@@ -106,7 +131,7 @@ async def run_service(config: Config, service: Service) -> int:
         api_keys_file=cluster.api_keys_file,
         reflection=cluster.reflection,
     )
-    server = GrpcServer(settings, service.servicers)
+    server = GrpcServer(settings, service.servicers, calls)
     port = await server.start()
     _log.info("%s listens on %s:%d", service.name, cluster.bind_host, port)
     stop = _stop_event()
@@ -123,7 +148,8 @@ async def run_service(config: Config, service: Service) -> int:
     draining = asyncio.create_task(server.drain(cluster.drain_grace_s))
     with suppress(TimeoutError):
         async with asyncio.timeout(cluster.drain_grace_s if failed is None else 0.0):
-            while not (service.idle() or stop.is_set()):
+            # The loops go on until the calls that run have ended: some of them wait for what a loop will read.
+            while not ((draining.done() and service.idle()) or stop.is_set()):
                 await asyncio.sleep(0.05)
     for loop in loops:
         loop.cancel()
@@ -138,8 +164,7 @@ def main(program: str, run: Callable[[Config], Coroutine[Any, Any, int]]) -> int
     """Run a service's program; a failure is one sentence on standard error and exit code 1."""
     try:
         config = read_arguments(program)
-        level = config.debug.log_level.value.upper()
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        configure_logs(config.debug.log_level, config.observability.log_format)
         return asyncio.run(run(config))
     except KevError as error:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
@@ -163,8 +188,13 @@ async def _watch(server: GrpcServer, check: Callable[[], Awaitable[None]]) -> No
 
 
 def _stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT.
+
+    ``loop.add_signal_handler`` would hear of a signal through the pipe that also wakes the loop: when some hundred
+    wake-ups are waiting there, the signal is lost (tried).
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     return stop

@@ -508,6 +508,10 @@ class NodeStats:
     kv_bytes_total: int
     num_prefixes: int
     alive: bool
+    num_replayed: int = 0
+    """Answers that were computed again, alone (``isolation.replay_rate``)."""
+    num_violations: int = 0
+    """Of these, the ones that differed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -524,6 +528,8 @@ class IsolationReport:
     """Other rows' content never changed a row's bits in the probe."""
     position_independent: bool
     """A row's place in the forward never changed its bits in the probe."""
+    prefix_independent: bool
+    """A prefix found instead of computed never changed a row's bits in the probe."""
     fingerprint: str
     reason: str = ""
     """Why a level is not offered, and the way out; empty when all are."""

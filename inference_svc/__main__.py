@@ -6,10 +6,11 @@ Not here: anything that decides.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -19,24 +20,33 @@ import numpy as np
 from common.byte_tokenizer import byte_tokenizer
 from common.clock import SystemClock
 from common.config import Config
-from common.errors import DrainingError, EngineDeadError
+from common.errors import DrainingError, EngineDeadError, KevError
+from common.metrics.catalogue import LOST_ENTRIES, Tier
+from common.metrics.port import Reading
 from common.model_files import model_dir, projection_path
 from common.redis_link import RedisLink
 from common.redis_nodes import TELL_INTERVAL_S, RedisNodes
 from common.redis_streams import RedisTransport
 from common.service_process import Service, join, main, run_service
+from common.telemetry import Telemetry
 from common.tokenization import Detokenizer, Tokenizer
 from common.types import ChannelEvent, IsolationReport, NodeStats
-from inference_svc.engine_core import EngineThread
+from common.watched_work import WatchedWork
+from inference_svc.engine_core import EngineThread, Runner
+from inference_svc.metrics import Leases, WatchedRunner, readings
 from inference_svc.scripted import EchoRunner, ScriptedNode
 from inference_svc.servicer import InferenceServicer
 from inference_svc.worker import Worker, WorkerSettings
+
+_LOG = logging.getLogger("kev.node")
 
 
 class _Node(Protocol):
     report: IsolationReport
 
-    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread: ...
+    def start(
+        self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
+    ) -> EngineThread: ...
 
     def stats(self) -> NodeStats: ...
 
@@ -46,11 +56,14 @@ class _Node(Protocol):
 class NodeProcess:
     """A node from loading to leaving."""
 
-    def __init__(self, config: Config, node_id: str, link: RedisLink, transport: RedisTransport) -> None:
+    def __init__(
+        self, config: Config, node_id: str, link: RedisLink, transport: RedisTransport, telemetry: Telemetry
+    ) -> None:
         self._config = config
         self._node_id = node_id
         self._link = link
         self._transport = transport
+        self._telemetry = telemetry
         self._nodes = RedisNodes(link)
         self._node: _Node | None = None
         self._worker: Worker | None = None
@@ -83,6 +96,12 @@ class NodeProcess:
         """Nothing runs."""
         return self._worker is None or self._worker.num_held == 0
 
+    def readings(self) -> Iterable[Reading]:
+        """Its numbers at this moment."""
+        num_held = 0 if self._worker is None else self._worker.num_held
+        yield from readings(self.report, None if self._node is None else self._node.stats(), num_held)
+        yield Reading(LOST_ENTRIES, self._transport.num_lost_entries)
+
     async def check(self) -> None:
         """Return if questions would be answered now.
 
@@ -107,10 +126,13 @@ class NodeProcess:
             max_attempts=self._config.cluster.max_attempts,
             strict_refusal=node.report.reason,
         )
-        worker = Worker(self._transport, SystemClock(), settings, lambda: Detokenizer(tokenizer))
+        metrics = self._telemetry.metrics
+        work = WatchedWork(self._transport, Leases(metrics), self._telemetry.traces)
+        worker = Worker(work, SystemClock(), settings, lambda: Detokenizer(tokenizer))
         if self._draining:
             worker.begin_drain()
-        engine = node.start(worker.events_from(asyncio.get_running_loop()))
+        events = worker.events_from(asyncio.get_running_loop())
+        engine = node.start(events, lambda runner: WatchedRunner(runner, metrics))
         self._node, self._worker = node, worker
         try:
             async with asyncio.TaskGroup() as group:
@@ -122,8 +144,14 @@ class NodeProcess:
             await asyncio.to_thread(node.close)
 
     async def _tell(self, node: _Node) -> None:
+        """Tell how the node is, again and again; while the store is away or full, nobody listens and work goes on."""
         while True:
-            await self._nodes.tell(node.report, node.stats())
+            try:
+                await self._nodes.tell(node.report, node.stats())
+            except KevError as error:
+                if not error.retryable:
+                    raise
+                _LOG.warning("the node's state could not be told; trying again: %s", error)
             await asyncio.sleep(TELL_INTERVAL_S)
 
     def _open(self) -> tuple[_Node, Tokenizer]:
@@ -150,9 +178,11 @@ def _keep_projection(path: Path, table: np.ndarray) -> None:
 async def run(config: Config) -> int:
     """Serve until told to stop; returns the exit code."""
     node_id = f"node-{socket.gethostname()}-{os.getpid()}"
-    link, transport = await join(config, node_id)
+    telemetry = Telemetry("inference", Tier.INFERENCE, Tier.GRPC)
+    link, transport = await join(config, node_id, telemetry)
     try:
-        node = NodeProcess(config, node_id, link, transport)
+        node = NodeProcess(config, node_id, link, transport, telemetry)
+        telemetry.metrics.add_source(node.readings)
         service = Service(
             name="inference",
             port=config.cluster.inference_port,
@@ -162,7 +192,7 @@ async def run(config: Config) -> int:
             begin_drain=node.begin_drain,
             idle=node.idle,
         )
-        return await run_service(config, service)
+        return await run_service(config, service, telemetry)
     finally:
         await transport.close()
         await link.close()

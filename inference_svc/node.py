@@ -17,13 +17,14 @@ from common.errors import ConfigError, IsolationUnavailableError
 from common.ports import Clock
 from common.types import ChannelEvent, IsolationLevel, IsolationReport, KVCacheMode, NodeStats, Verdict
 from inference_svc.attention import Backend
-from inference_svc.engine_core import EngineCore, EngineThread
+from inference_svc.engine_core import EngineCore, EngineThread, Runner
 from inference_svc.kv_cache import KVCache
 from inference_svc.mask_summary import ForwardLog
 from inference_svc.model_loader import LoadedModel
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ForwardShapes
 from inference_svc.probe import Bench, ProbeReport, probe_isolation
+from inference_svc.replay import Replayer
 from inference_svc.sampler import Sampler
 from inference_svc.scheduler import Scheduler, SchedulerSettings
 from inference_svc.slots import KVLedger
@@ -45,6 +46,8 @@ class NodeSettings:
     level: IsolationLevel = IsolationLevel.STRICT
     """Default level of the deployment; a node that cannot keep it does not start."""
     forward_log: str = ""
+    replay_rate: float = 0.0
+    """Share of the answers that are computed again, alone."""
     eos_ids: frozenset[int] = frozenset()
 
 
@@ -60,7 +63,7 @@ class Node:
         """
         self.model = model
         self._settings = settings
-        shapes = ForwardShapes.of(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
+        shapes = model.shapes(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
         alignment = model.alignment_positions
         num_positions = model.geometry.num_positions(
             settings.kv_cache_bytes, settings.max_slots, model.max_context, alignment
@@ -73,7 +76,8 @@ class Node:
         self.ledger = KVLedger(num_positions, alignment)
         self.cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
         self._forward_log = ForwardLog(settings.forward_log)
-        quiet = ModelRunner(model, self.cache, self.ledger, shapes, Sampler(settings.eos_ids), ForwardLog())
+        forward = model.forward_over(self.cache, shapes)
+        quiet = ModelRunner(forward, self.ledger, Sampler(settings.eos_ids), ForwardLog())
         self.bench = Bench(
             quiet, self.cache, self.ledger, shapes, settings.max_slots, model.max_context, model.vocab_size
         )
@@ -93,12 +97,20 @@ class Node:
             verdict=verdict,
         )
         self.scheduler = Scheduler(scheduler_settings, self.ledger, clock, self.cache.scrub)
-        self.runner = ModelRunner(model, self.cache, self.ledger, shapes, Sampler(settings.eos_ids), self._forward_log)
+        self.runner = ModelRunner(forward, self.ledger, Sampler(settings.eos_ids), self._forward_log)
+        self._replayer: Replayer | None = None
+        if settings.replay_rate:
+            self._replayer = Replayer(
+                settings.replay_rate, self.runner, self.ledger, scheduler_settings, clock, self.cache.scrub
+            )
         self.thread: EngineThread | None = None
 
-    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread:
-        """Start the engine thread."""
-        self.thread = EngineThread(EngineCore(self.scheduler, self.runner), on_events)
+    def start(
+        self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
+    ) -> EngineThread:
+        """Start the engine thread; ``watch`` may put something in front of the runner."""
+        runner = self.runner if watch is None else watch(self.runner)
+        self.thread = EngineThread(EngineCore(self.scheduler, runner, self._replayer), on_events)
         self.thread.start()
         return self.thread
 
@@ -117,6 +129,8 @@ class Node:
             kv_bytes_used=self.ledger.num_held * position_bytes,
             kv_bytes_total=self.ledger.num_positions * position_bytes,
             num_prefixes=scheduler.num_prefixes,
+            num_replayed=0 if self._replayer is None else self._replayer.num_replayed,
+            num_violations=0 if self._replayer is None else self._replayer.num_violations,
             alive=self.thread is not None and self.thread.alive,
         )
 
@@ -132,21 +146,21 @@ def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> Is
     if model.backend is Backend.REFERENCE:
         reason = "the reference backend mixes questions in one kernel call; strict needs core.backend: cpu"
     elif not probe.passed:
-        what = "other rows change" if not probe.row_independent else "the place among the rows changes"
         reason = (
-            f"on this machine {what} a question's bits in {model.dtype}; set core.precision to another type, or "
-            "isolation.level to loose or shared to run without the bitwise promise"
+            f"on this machine {probe.culprit} a question's bits in {model.precision}; set core.precision to another "
+            "type, or isolation.level to loose or shared to run without the bitwise promise"
         )
     verdict = Verdict.UNVERIFIED if reason else Verdict.BITWISE
     return IsolationReport(
         levels=tuple((level, verdict) for level in IsolationLevel),
         backend=model.backend.value,
-        precision=str(model.dtype).removeprefix("torch."),
+        precision=model.precision,
         num_threads=torch.get_num_threads(),
         decode_rows=shapes.decode_rows,
         prefill_rows=shapes.prefill_rows,
         row_independent=probe.row_independent,
         position_independent=probe.position_independent,
+        prefix_independent=probe.prefix_independent,
         fingerprint=model.fingerprint,
         reason=reason,
     )

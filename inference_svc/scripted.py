@@ -16,7 +16,7 @@ from common.byte_tokenizer import EOS_ID, decode, encode
 from common.config import Config
 from common.ports import Clock
 from common.types import ChannelEvent, IsolationLevel, IsolationReport, NodeStats, Verdict
-from inference_svc.engine_core import EngineCore, EngineThread
+from inference_svc.engine_core import EngineCore, EngineThread, Runner
 from inference_svc.plan import ForwardShapes, Segment, StepOutput, StepPlan
 from inference_svc.sampled import SampledToken
 from inference_svc.scheduler import Scheduler, SchedulerSettings
@@ -71,7 +71,7 @@ class ScriptedNode:
         self._max_slots = slots
         self._node_id = node_id
         self._scheduler = Scheduler(settings, self.ledger, clock, lambda extent: None)
-        self._core = EngineCore(self._scheduler, runner)
+        self._runner = runner
         self._thread: EngineThread | None = None
         self.report = IsolationReport(
             levels=tuple((level, Verdict.BITWISE) for level in IsolationLevel),
@@ -82,12 +82,16 @@ class ScriptedNode:
             prefill_rows=shapes.prefill_rows,
             row_independent=True,
             position_independent=True,
+            prefix_independent=True,
             fingerprint="scripted",
         )
 
-    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread:
-        """Start the engine thread."""
-        self._thread = EngineThread(self._core, on_events)
+    def start(
+        self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
+    ) -> EngineThread:
+        """Start the engine thread; ``watch`` may put something in front of the runner."""
+        runner = self._runner if watch is None else watch(self._runner)
+        self._thread = EngineThread(EngineCore(self._scheduler, runner), on_events)
         self._thread.start()
         return self._thread
 

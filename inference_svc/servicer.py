@@ -13,7 +13,7 @@ import grpc.aio
 
 from common.codec import encode_isolation_report, encode_node_stats
 from common.codec.wire import to_ms
-from common.edge_errors import ServiceUnavailableError
+from common.errors import ServiceUnavailableError
 from common.grpc_interceptors import Context
 from common.types import IsolationReport, NodeStats
 from kev.v1 import inference_service_pb2 as pb

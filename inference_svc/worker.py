@@ -1,34 +1,38 @@
 """The worker: leases work items, feeds the engine, reports progress, commits outcomes.
 
 Invariants and semantics: it never holds more leases than the engine has slots, so it leases nothing it cannot start.
-Every lease it holds ends in a commit, a hand-back or the loss of the lease. Events of the engine are reported in the
-order in which they happened. Leaving ``run`` (cancellation) is the drain's end: unstarted leases go back.
+Every lease it holds ends in an outcome, a hand-back or the loss of the lease. Events of the engine are reported in the
+order in which they happened, one call at a time: the first leave at once, what happens meanwhile goes out together in
+the next. Leaving ``run`` (cancellation) is the drain's end: unstarted leases go back.
 
-Not here: the forward (``engine_core``), who gets the results (``aggregator_svc``).
+Not here: the forward (``engine_core``), what piles up (``pile``), who gets the results (``aggregator_svc``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TypeVar
 
 from common.errors import EngineDeadError, IsolationUnavailableError, KevError
-from common.ports import Clock, CommitState, Lease, WorkStreams
-from common.types import ChannelDelta, ChannelEvent, ChannelResult, ChannelStarted, FinishReason, IsolationLevel
+from common.ports import Clock, Lease, Report, ReportState, WorkStreams
+from common.types import ChannelEvent, ChannelResult, FinishReason, IsolationLevel
 from inference_svc.answer import AnswerText, IncrementalDetokenizer
 from inference_svc.engine_core import EngineThread
-from inference_svc.sequence import Sequence
+from inference_svc.pile import Pile
+from inference_svc.sequence import Sequence as RunningQuestion
 
 _LOG = logging.getLogger("kev.worker")
 
 _LEASE_WAIT_S = 5.0
 _MISMATCH_PAUSE_S = 1.0
 _RETRY_PAUSE_S = 0.5
+_FULL_PAUSE_S = 0.05
 _T = TypeVar("_T")
 
 
@@ -63,10 +67,14 @@ class Worker:
         self._settings = settings
         self._make_detokenizer = make_detokenizer
         self._held: dict[tuple[str, int], Lease] = {}
-        self._num_deltas: dict[tuple[str, int], int] = {}
-        """Number of the last delta that was reported of each question."""
-        self._events: asyncio.Queue[list[ChannelEvent]] = asyncio.Queue()
+        self._pile = Pile()
+        self._arrived: deque[list[ChannelEvent]] = deque()
+        """Filled by the engine's thread, which wakes the loop only while somebody waits for it."""
+        self._waits_for_events = False
+        self._has_events = asyncio.Event()
         self._slot_freed = asyncio.Event()
+        self._lost: set[tuple[str, int]] = set()
+        """Questions stopped here because their lease was lost, not because anybody withdrew them."""
         self._sequence_ids = count(1)
         self._draining = False
 
@@ -83,8 +91,9 @@ class Worker:
         """The callback for the engine thread: hands events to this worker on its loop."""
 
         def deliver(events: list[ChannelEvent]) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._events.put_nowait, events)
+            self._arrived.append(events)
+            if self._waits_for_events and not loop.is_closed():
+                loop.call_soon_threadsafe(self._has_events.set)
 
         return deliver
 
@@ -102,8 +111,7 @@ class Worker:
                 group.create_task(self._renew_loop(engine), name="kev-renew")
                 group.create_task(self._cancel_loop(engine), name="kev-cancel")
         finally:
-            for lease in list(self._held.values()):
-                await self._work.hand_back(lease)
+            await self._work.hand_back(list(self._held.values()))
             self._held.clear()
 
     async def _lease_loop(self, engine: EngineThread) -> None:
@@ -123,8 +131,7 @@ class Worker:
 
     async def _take_alone(self, suspect: Lease, others: list[Lease], engine: EngineThread) -> None:
         """Give a question its last try without company: one that kills its node then takes nobody along."""
-        for lease in others:
-            await self._patiently(partial(self._work.hand_back, lease))
+        await self._patiently(partial(self._work.hand_back, others))
         self._held[suspect.item.key] = suspect  # renewed while it waits for the others to end
         await self._until_only(suspect)
         self._held.pop(suspect.item.key, None)
@@ -140,13 +147,13 @@ class Worker:
     async def _take(self, lease: Lease, engine: EngineThread) -> None:
         if lease.item.fingerprint != self._settings.fingerprint:
             _LOG.warning("request %s is for another model; handed back", lease.item.request_id)
-            await self._work.hand_back(lease)
+            await self._work.hand_back([lease])
             await asyncio.sleep(_MISMATCH_PAUSE_S)
             return
         if self._settings.strict_refusal and lease.item.isolation is IsolationLevel.STRICT:
             self._held[lease.item.key] = lease
             reason = f"isolation strict cannot be kept here: {self._settings.strict_refusal}"
-            await self._commit_error(lease, IsolationUnavailableError(reason))
+            await self._report([self._failed(lease, IsolationUnavailableError(reason))], engine)
             return
         while lease.item.key in self._held:
             # Withdrawn and published anew: events of the former must not pass for those of this one.
@@ -154,7 +161,7 @@ class Worker:
             self._slot_freed.clear()
             await self._slot_freed.wait()
         self._held[lease.item.key] = lease
-        sequence = Sequence(
+        started = RunningQuestion(
             sequence_id=next(self._sequence_ids),
             item=lease.item,
             attempt=lease.attempt,
@@ -163,11 +170,11 @@ class Worker:
             eos_ids=self._settings.eos_ids,
         )
         try:
-            engine.add(sequence)
+            engine.add(started)
         except EngineDeadError as error:
-            await self._commit_error(lease, error)
+            await self._report([self._failed(lease, error)], engine)
 
-    async def _commit_error(self, lease: Lease, error: KevError) -> None:
+    def _failed(self, lease: Lease, error: KevError) -> Report:
         item = lease.item
         result = ChannelResult(
             request_id=item.request_id,
@@ -180,67 +187,91 @@ class Worker:
             node_id=self._settings.node_id,
             error=error.info,
         )
-        await self._finish(lease, result)
+        return Report(lease=lease, events=(result,))
 
     async def _report_loop(self, engine: EngineThread) -> None:
-        """Report what there is, question beside question; text that has piled up goes out in one delta."""
+        """Report what there is, one call at a time; what found no room goes again with what has come since."""
+        had_room = True
         while True:
-            events = await self._events.get()
-            while not self._events.empty():
-                events += self._events.get_nowait()
-            by_question: dict[tuple[str, int], list[ChannelEvent]] = {}
-            for event in events:
-                by_question.setdefault((event.request_id, event.question_index), []).append(event)
-            await asyncio.gather(*(self._report(key, own) for key, own in by_question.items()))
-            if engine.failure is not None:
-                for lease in list(self._held.values()):
-                    await self._commit_error(lease, engine.failure)
-                raise engine.failure
-
-    async def _report(self, key: tuple[str, int], events: list[ChannelEvent]) -> None:
-        lease = self._held.get(key)
-        if lease is None:
-            return
-        for event in joined_deltas([event for event in events if event.attempt == lease.attempt]):
-            if isinstance(event, ChannelResult):
-                await self._finish(lease, event)
-            elif isinstance(event, ChannelDelta):
-                seq = self._num_deltas[key] = self._num_deltas.get(key, -1) + 1
-                await self._emit(lease, replace(event, seq=seq))
+            if had_room:
+                await self._until_events()
             else:
-                await self._emit(lease, event)
+                await asyncio.sleep(_FULL_PAUSE_S)
+            while self._arrived:
+                self._pile.add(self._arrived.popleft())
+            had_room = await self._report(self._without_lost(self._pile.take(self._held)), engine)
+            if engine.failure is not None:
+                failure = engine.failure
+                await self._report([self._failed(lease, failure) for lease in self._held.values()], engine)
+                raise failure
 
-    async def _finish(self, lease: Lease, result: ChannelResult) -> None:
-        state = await self._patiently(partial(self._work.commit, lease, result))
-        if state is CommitState.STALE:
+    async def _until_events(self) -> None:
+        self._has_events.clear()
+        self._waits_for_events = True
+        if not self._arrived:  # looked at after the flag is set, so that the engine's thread sees one of both
+            await self._has_events.wait()
+        self._waits_for_events = False
+
+    async def _report(self, reports: Sequence[Report], engine: EngineThread) -> bool:
+        """Report, in one call. False: some progress found no room and is back on the pile."""
+        states = await self._patiently(partial(self._work.report, reports)) if reports else []
+        for report, state in zip(reports, states, strict=True):
+            if report.outcome is not None:
+                self._finish(report.outcome, state)
+            elif state is ReportState.FULL:
+                self._pile.put_back(report)
+            elif state is not ReportState.HELD:
+                self._lose(report.lease, engine)
+        return ReportState.FULL not in states
+
+    def _without_lost(self, reports: Sequence[Report]) -> list[Report]:
+        """The reports that are anybody's business: that a question was stopped after its lease was lost is not.
+
+        Nobody cancelled it. Whoever has it now, or the store once it has it back, will tell its outcome.
+        """
+        kept: list[Report] = []
+        for report in reports:
+            key, outcome = report.lease.item.key, report.outcome
+            if key in self._lost and outcome is not None and outcome.finish_reason is FinishReason.CANCELLED:
+                self._let_go(key)
+            else:
+                kept.append(report)
+        return kept
+
+    def _finish(self, result: ChannelResult, state: ReportState) -> None:
+        if state is ReportState.STALE:
             _LOG.warning("outcome of %s[%d] came too late", result.request_id, result.question_index)
-        self._held.pop(lease.item.key, None)
-        self._num_deltas.pop(lease.item.key, None)
+        self._let_go(result.key)
+
+    def _let_go(self, key: tuple[str, int]) -> None:
+        self._held.pop(key, None)
+        self._lost.discard(key)
+        self._pile.forget(key)
         self._slot_freed.set()
+
+    def _lose(self, lease: Lease, engine: EngineThread) -> None:
+        """Stop working on a question that belongs to somebody else now."""
+        self._lost.add(lease.item.key)
+        engine.cancel(*lease.item.key)
 
     async def _renew_loop(self, engine: EngineThread) -> None:
         while True:
             await asyncio.sleep(self._settings.lease_timeout_s / 4)
-            for lease in list(self._held.values()):
-                try:
-                    renewed = await self._work.renew(lease)
-                except KevError as error:
-                    _LOG.warning("a lease could not be renewed; trying again: %s", error)
-                    continue
-                if not renewed:
-                    engine.cancel(*lease.item.key)  # it belongs to somebody else now
+            leases = list(self._held.values())
+            try:
+                renewed = await self._work.renew(leases)
+            except KevError as error:
+                _LOG.warning("leases could not be renewed; trying again: %s", error)
+                continue
+            for lease, is_held in zip(leases, renewed, strict=True):
+                if not is_held:
+                    self._lose(lease, engine)
 
     async def _cancel_loop(self, engine: EngineThread) -> None:
         while True:
             for request_id, question_index in await self._patiently(partial(self._work.cancellations, _LEASE_WAIT_S)):
+                self._lost.discard((request_id, question_index))
                 engine.cancel(request_id, question_index)
-
-    async def _emit(self, lease: Lease, event: ChannelStarted | ChannelDelta) -> None:
-        """Report progress; what is lost while the store is away comes with the outcome."""
-        try:
-            await self._work.emit(lease, event)
-        except KevError as error:
-            _LOG.warning("progress of a question could not be reported: %s", error)
 
     async def _patiently(self, call: Callable[[], Awaitable[_T]]) -> _T:
         """Repeat a call while the store is away; everything else is the caller's."""
@@ -252,15 +283,3 @@ class Worker:
                     raise
                 _LOG.warning("the work streams cannot be reached; trying again: %s", error)
                 await asyncio.sleep(_RETRY_PAUSE_S)
-
-
-def joined_deltas(events: list[ChannelEvent]) -> list[ChannelEvent]:
-    """The events of one question with neighbouring deltas made into one; their ``seq`` is to be given anew."""
-    joined: list[ChannelEvent] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, ChannelDelta) and isinstance(last, ChannelDelta):
-            joined[-1] = replace(event, text=last.text + event.text)
-        else:
-            joined.append(event)
-    return joined

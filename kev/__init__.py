@@ -9,12 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.edge_errors import (
-        MessageTooLargeError,
-        PermissionDeniedError,
-        ServiceUnavailableError,
-        UnauthenticatedError,
-    )
     from common.errors import (
         ConfigError,
         DeadlineExceededError,
@@ -23,15 +17,20 @@ if TYPE_CHECKING:
         InvalidRequestError,
         IsolationUnavailableError,
         KevError,
+        MessageTooLargeError,
         ModelError,
+        PermissionDeniedError,
         PromptTooLongError,
         QueueFullError,
         RequestConflictError,
         RequestNotFoundError,
+        RequestWithdrawnError,
+        ServiceUnavailableError,
         StoreUnavailableError,
+        UnauthenticatedError,
         UnsupportedModelError,
     )
-    from common.grpc_options import TlsFiles
+    from common.tls_files import TlsFiles
     from common.types import Question, RequestView, Result, StreamEvent
     from kev.client import AsyncClient, Client
     from kev.engine import AsyncEngine, Engine
@@ -39,13 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "kev.client": ("AsyncClient", "Client"),
     "kev.engine": ("AsyncEngine", "Engine"),
-    "common.edge_errors": (
-        "MessageTooLargeError",
-        "PermissionDeniedError",
-        "ServiceUnavailableError",
-        "UnauthenticatedError",
-    ),
-    "common.grpc_options": ("TlsFiles",),
+    "common.tls_files": ("TlsFiles",),
     "common.types": ("Question", "RequestView", "Result", "StreamEvent"),
     "common.errors": (
         "ConfigError",
@@ -55,12 +48,17 @@ _HOMES = {
         "InvalidRequestError",
         "IsolationUnavailableError",
         "KevError",
+        "MessageTooLargeError",
         "ModelError",
+        "PermissionDeniedError",
         "PromptTooLongError",
         "QueueFullError",
         "RequestConflictError",
         "RequestNotFoundError",
+        "RequestWithdrawnError",
+        "ServiceUnavailableError",
         "StoreUnavailableError",
+        "UnauthenticatedError",
         "UnsupportedModelError",
     ),
 }
@@ -87,6 +85,7 @@ __all__ = [
     "RequestConflictError",
     "RequestNotFoundError",
     "RequestView",
+    "RequestWithdrawnError",
     "Result",
     "ServiceUnavailableError",
     "StoreUnavailableError",

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import io
-import logging
 import os
 import platform
 import sys
@@ -26,6 +25,7 @@ import typer
 from common.errors import KevError
 
 if TYPE_CHECKING:
+    from common.telemetry import Telemetry
     from common.types import Result
     from kev.gateway.backend import Backend
     from kev.live_table import View
@@ -46,7 +46,7 @@ app.add_typer(config_app, name="config")
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="kev.yaml; without it, the defaults.")]
 
 
-async def open_engine(source: Source, progress: Callable[[str], None]) -> Backend:
+async def open_engine(source: Source, progress: Callable[[str], None], telemetry: Telemetry | None = None) -> Backend:
     """What answers under a configuration: an engine in this process, or a deployment's services.
 
     Loads without holding the loop. Tests put a fake in this place.
@@ -59,7 +59,7 @@ async def open_engine(source: Source, progress: Callable[[str], None]) -> Backen
         from kev.client import client_of
 
         return client_of(config)
-    return await asyncio.to_thread(kev.AsyncEngine.from_config, source, progress=progress)
+    return await asyncio.to_thread(kev.AsyncEngine.from_config, source, progress=progress, telemetry=telemetry)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,14 +101,15 @@ def serve(
 ) -> None:
     """Serve HTTP until SIGTERM; then finish what is open and exit."""
     from common.config import load_config
+    from common.json_logs import configure_logs
+    from common.metrics.catalogue import Tier
+    from common.telemetry import Telemetry
     from kev.gateway.server import Lifecycle
     from kev.gateway.server import serve as run_server
     from kev.gateway.settings import GatewaySettings
 
     loaded = load_config(config)
-    logging.basicConfig(
-        level=loaded.debug.log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(loaded.debug.log_level, loaded.observability.log_format)
     for warning in loaded.warnings():
         _say(f"warning: {warning}")
     lifecycle = Lifecycle(
@@ -116,15 +117,19 @@ def serve(
         on_ready=lambda: _say("ready; stop with Ctrl-C or SIGTERM"),
         on_draining=lambda: _say("finishing what is open; a second signal ends it at once"),
     )
+    embedded = () if loaded.deploy.mode == "distributed" else (Tier.ROUTER, Tier.INFERENCE, Tier.AGGREGATOR)
+    telemetry = Telemetry("gateway", Tier.GATEWAY, *embedded)
     asyncio.run(
         run_server(
-            lambda: open_engine(config, _say),
+            lambda: open_engine(config, _say, telemetry),
             loaded.server.host if host is None else host,
             loaded.server.port if port is None else port,
             GatewaySettings(max_body_bytes=loaded.server.max_body_bytes),
             lifecycle,
+            telemetry,
         )
     )
+    telemetry.close()
 
 
 @app.command()
@@ -232,6 +237,66 @@ async def _demo(max_tokens: int) -> None:
         answered = await run_demo(engine, sys.stdout, max_tokens)
     if not answered:
         _say("not every question was answered; the reasons are printed above")
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: ConfigOption = None,
+    memory: Annotated[str, typer.Option(help="Memory to fill, such as 24GiB; without it, this machine's.")] = "",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a channel; else core.max_context.")] = None,
+    prefix_tokens: Annotated[int, typer.Option(min=0, help="Of these, common to all channels.")] = 0,
+    channels: Annotated[int | None, typer.Option(min=1, help="Else router.max_parallel_queries.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="A model by its sizes: layers.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="A model by its sizes: width.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="A model by its sizes: attention heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="A model by its sizes: KV heads.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the memory bill: weights, KV per channel and level, and how many channels fit."""
+    import json
+
+    from rich.console import Console
+
+    from common.config import load_config
+    from kev.models import resolve_model
+    from kev.plan import PlanOptions, as_data, make_plan, print_plan
+
+    loaded = load_config(config)
+    options = PlanOptions(
+        memory=memory,
+        tokens=tokens,
+        prefix_tokens=prefix_tokens,
+        channels=channels,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+    )
+    by_sizes = layers is not None or hidden is not None
+    model = None if by_sizes else resolve_model(loaded.core.model_path, loaded.core.cache_dir or None, _say).path
+    made = make_plan(loaded, options, model)
+    if as_json:
+        print(json.dumps(as_data(made), indent=2))
+    else:
+        print_plan(made, Console())
+
+
+@app.command()
+def verify(
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Prove on this machine that a question gets the same bits alone and in company; exit code 1 if not."""
+    import json
+
+    from common.config import load_config
+    from kev.verify import as_data, lines
+    from kev.verify import verify as run_verify
+
+    found = run_verify(load_config(config), _say)
+    print(json.dumps(as_data(found), indent=2) if as_json else "\n".join(lines(found)))
+    if not found.passed:
         raise typer.Exit(1)
 
 

@@ -22,18 +22,22 @@ from typing import Any, Self
 
 from common.api_keys import read_key
 from common.config import Config
-from common.errors import EngineDeadError, KevError
+from common.errors import EngineDeadError, KevError, RequestNotFoundError
 from common.grpc_aggregator import SERVICE as AGGREGATOR_SERVICE
 from common.grpc_aggregator import AggregatorCalls
 from common.grpc_calls import Peer, PeerSettings
-from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, TlsFiles
+from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES
 from common.grpc_router import SERVICE as ROUTER_SERVICE
 from common.grpc_router import RouterCalls
+from common.tls_files import TlsFiles
 from common.types import ChannelSnapshot, EngineStats, IsolationReport, RequestView, Result, StreamEvent
 from kev.blocking import Blocking
 
 _LAST_WORDS_S = 2.0
 """How long ``close`` waits for withdrawals that are on their way."""
+
+_LATE_S = 0.3
+"""So much later than its cancellation at the aggregator may a submission, cancelled on its way, reach the router."""
 
 _log = logging.getLogger("kev.client")
 
@@ -101,7 +105,7 @@ class AsyncClient:
         if is_ours:
             options["request_id"] = uuid.uuid4().hex
         try:
-            return await router.submit(queries, options)
+            return await router.submit(queries, options, has_new_id=is_ours)
         except asyncio.CancelledError:
             if is_ours:  # accepted, perhaps, with the answer on its way; under an id of the caller's, by others too
                 self._withdraw(options["request_id"])
@@ -118,12 +122,13 @@ class AsyncClient:
 
     async def ask(self, queries: Any, /, **options: Any) -> list[Result]:
         """Submit and wait; a cancelled call withdraws its questions. See ``AsyncEngine.ask``."""
-        if options.get("request_id") is None:
-            options["request_id"] = uuid.uuid4().hex
+        request_id = options.get("request_id")
         try:
-            return await self.wait(await self.submit(queries, **options))
+            request_id = await self.submit(queries, **options)
+            return await self.wait(request_id)
         except asyncio.CancelledError:
-            self._withdraw(options["request_id"])
+            if request_id is not None:
+                self._withdraw(request_id)
             raise
 
     async def stream(self, request_id: str, from_event_index: int = 0) -> AsyncIterator[StreamEvent]:
@@ -184,10 +189,17 @@ class AsyncClient:
             task.add_done_callback(self._withdrawals.discard)
 
     async def _cancel_quietly(self, request_id: str) -> None:
-        try:
-            await self.cancel(request_id)
-        except KevError as error:
-            _log.debug("request %s could not be withdrawn: %s", request_id, error)
+        for pause_s in (0.0, _LATE_S):
+            await asyncio.sleep(pause_s)
+            try:
+                await self.cancel(request_id)
+                return
+            except RequestNotFoundError:
+                # Never accepted, or its submission, which takes another way, arrives after this.
+                continue
+            except KevError as error:
+                _log.debug("request %s could not be withdrawn: %s", request_id, error)
+                return
 
     def _connected(self) -> _Connections:
         """The connections, prepared on the running loop at the first use."""

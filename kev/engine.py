@@ -16,7 +16,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -41,12 +41,16 @@ from common.types import (
     StreamEvent,
     Verdict,
 )
-from inference_svc.engine_core import EngineThread
+from inference_svc.engine_core import EngineThread, Runner
 from inference_svc.worker import Worker, WorkerSettings
 from kev.blocking import Blocking, close_events, next_event
+from kev.engine_watch import EngineWatch
 from router_svc.embedding import ProjectionTable
 from router_svc.service import RouterService
 from router_svc.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from common.telemetry import Telemetry
 
 _LOG = logging.getLogger("kev.engine")
 _NODE_ID = "embedded-0"
@@ -61,8 +65,10 @@ class EmbeddedNode(Protocol):
 
     report: IsolationReport
 
-    def start(self, on_events: Callable[[list[ChannelEvent]], None]) -> EngineThread:
-        """Start the engine thread."""
+    def start(
+        self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
+    ) -> EngineThread:
+        """Start the engine thread; ``watch`` may put something in front of the runner."""
         ...
 
     def stats(self) -> NodeStats:
@@ -107,29 +113,35 @@ def load_parts(config: Config, clock: Clock, progress: Callable[[str], None] = _
 class _Tiers:
     """The three tiers on one event loop."""
 
-    def __init__(self, config: Config, parts: EngineParts, clock: Clock) -> None:
+    def __init__(self, config: Config, parts: EngineParts, clock: Clock, telemetry: Telemetry | None) -> None:
         router = config.router
         # Twice what the router places: a question that timed out stays leased until the step in flight ends.
         max_entries = 2 * router.channel_queue_size
         transport = MemoryTransport(
-            num_channels=router.channel_pool_size, clock=clock, max_entries_per_channel=max_entries
+            num_channels=router.channel_pool_size,
+            clock=clock,
+            max_entries_per_channel=max_entries,
+            max_bytes_per_channel=router.channel_queue_bytes,
         )
+        self._watch = watch = EngineWatch(telemetry)
+        results = watch.results(transport)
         self.aggregator = AggregatorService(
-            results=transport, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
+            results=results, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
         )
         settings = replace(RouterSettings.from_config(config), max_context=_max_context(config, parts))
         table = None if parts.projection is None else ProjectionTable(parts.projection)
         self.router = RouterService(
             tokenizer=parts.tokenizer,
-            work=transport,
+            work=watch.publications(transport),
             registry=self.aggregator,
             clock=clock,
             settings=settings,
             projection=table,
         )
         self.aggregator.add_listener(self.router.on_outcome)
+        self.entrance = watch.entrance(self.router, self.aggregator, results)
         self._worker = Worker(
-            transport,
+            watch.leases(transport),
             clock,
             WorkerSettings(
                 node_id=_NODE_ID,
@@ -140,10 +152,12 @@ class _Tiers:
             lambda: Detokenizer(parts.tokenizer),
         )
         self._node = parts.node
+        watch.node(self._worker, parts.node.report, parts.node.stats)
 
     async def run(self) -> None:
         """Run all three until cancelled."""
-        thread = self._node.start(self._worker.events_from(asyncio.get_running_loop()))
+        events = self._worker.events_from(asyncio.get_running_loop())
+        thread = self._node.start(events, self._watch.runner)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.aggregator.run(), name="kev-aggregator")
             group.create_task(self.router.run(), name="kev-router")
@@ -158,8 +172,16 @@ class _Tiers:
 class AsyncEngine:
     """Kev in this process, for asyncio. Methods must be called on the event loop that first used the engine."""
 
-    def __init__(self, config: Config, parts: EngineParts, clock: Clock | None = None) -> None:
+    def __init__(
+        self, config: Config, parts: EngineParts, clock: Clock | None = None, telemetry: Telemetry | None = None
+    ) -> None:
         """Compose an engine; ``from_config`` is the usual way.
+
+        Args:
+            config: the configuration.
+            parts: tokenizer and node.
+            clock: None for the system's.
+            telemetry: is told of everything that happens; None tells nobody.
 
         Raises:
             ConfigError: the configuration is for another form.
@@ -168,6 +190,7 @@ class AsyncEngine:
         self._config = config
         self._parts = parts
         self._clock: Clock = clock or SystemClock()
+        self._telemetry = telemetry
         self._rules = RequestRules.for_model(
             config,
             vocab_size=parts.tokenizer.vocab_size,
@@ -180,12 +203,19 @@ class AsyncEngine:
         self._closed = False
 
     @classmethod
-    def from_config(cls, source: Source = None, *, progress: Callable[[str], None] = _LOG.info) -> Self:
+    def from_config(
+        cls,
+        source: Source = None,
+        *,
+        progress: Callable[[str], None] = _LOG.info,
+        telemetry: Telemetry | None = None,
+    ) -> Self:
         """Load configuration and model; blocks until the machine is probed.
 
         Args:
             source: path of a ``kev.yaml``, a mapping with the same content, or None for the defaults.
             progress: told in words what takes long.
+            telemetry: where metrics and traces go (``kev serve``); None for nowhere.
 
         Raises:
             ConfigError: the configuration is wrong.
@@ -194,7 +224,7 @@ class AsyncEngine:
         """
         config = load_config(source)
         config.require_embedded()
-        return cls(config, load_parts(config, SystemClock(), progress))
+        return cls(config, load_parts(config, SystemClock(), progress), telemetry=telemetry)
 
     async def __aenter__(self) -> Self:
         self._started()
@@ -222,9 +252,13 @@ class AsyncEngine:
             EngineDeadError: the engine has ended.
         """
         tiers = self._started()
+        if options.get("request_id") is None:
+            self._check_alive()
+            tiers.entrance.check_room()
         spec = parse_request(queries, options, self._rules)
         _require_level(self._parts.node.report, spec.isolation)
-        return await self._guard(tiers.router.submit(spec))
+        await self._guard(tiers.entrance.accept(spec))
+        return spec.request_id
 
     async def wait(self, request_id: str, timeout: float | None = None) -> list[Result]:
         """All results in the order of the request's mode.
@@ -324,7 +358,7 @@ class AsyncEngine:
             raise EngineDeadError("the engine is closed; open a new one")
         if self._tiers is None:
             self._loop = loop
-            self._tiers = _Tiers(self._config, self._parts, self._clock)
+            self._tiers = _Tiers(self._config, self._parts, self._clock, self._telemetry)
             self._task = loop.create_task(self._tiers.run(), name="kev-tiers")
             self._task.add_done_callback(_log_end)
         elif self._loop is not loop:

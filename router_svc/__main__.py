@@ -16,13 +16,18 @@ from common.clock import SystemClock
 from common.config import Config
 from common.grpc_aggregator import AggregatorCalls
 from common.grpc_calls import Peer, PeerSettings
+from common.metrics.catalogue import Tier
 from common.model_files import max_context, model_dir, projection_path
+from common.redis_intake import RedisIntake
 from common.redis_nodes import RedisNodes
 from common.redis_registry import RedisRegistry
 from common.request import RequestRules
 from common.service_process import Service, join, main, run_service, tls_files
+from common.telemetry import Telemetry
 from common.tokenization import Tokenizer
+from common.watched_work import WatchedWork
 from router_svc.embedding import ProjectionTable
+from router_svc.metrics import Publications, WatchedBoard, WatchedIntake, WatchedRouter, readings
 from router_svc.service import RouterService
 from router_svc.servicer import RouterServicer
 from router_svc.settings import RouterSettings
@@ -31,29 +36,36 @@ from router_svc.settings import RouterSettings
 async def run(config: Config) -> int:
     """Serve until told to stop; returns the exit code."""
     tokenizer, limit, table = _model(config)
-    link, transport = await join(config, f"router-{socket.gethostname()}-{os.getpid()}")
+    telemetry = Telemetry("router", Tier.ROUTER, Tier.GRPC)
+    metrics = telemetry.metrics
+    link, transport = await join(config, f"router-{socket.gethostname()}-{os.getpid()}", telemetry)
     aggregator = Peer(_aggregator_settings(config))
     try:
+        registry = RedisRegistry(
+            link=link,
+            max_requests=config.aggregator.max_requests,
+            retention_s=float(config.aggregator.result_ttl_s),
+        )
+        publications = Publications(metrics)
         router = RouterService(
             tokenizer=tokenizer,
-            work=transport,
-            registry=RedisRegistry(
-                link=link,
-                max_requests=config.aggregator.max_requests,
-                retention_s=float(config.aggregator.result_ttl_s),
-            ),
+            work=WatchedWork(transport, publications),
+            registry=registry,
             clock=SystemClock(),
             settings=replace(RouterSettings.from_config(config), max_context=limit),
             projection=table,
-            board=transport,
+            board=WatchedBoard(transport, metrics),
+            intake=WatchedIntake(RedisIntake(link=link, registry=registry, transport=transport), publications),
         )
+        watched = WatchedRouter(router, metrics, telemetry.traces)
+        metrics.add_source(lambda: readings(router))
         rules = RequestRules.for_model(
             config,
             vocab_size=tokenizer.vocab_size,
             uses_chat_template=tokenizer.uses_chat_template,
             max_context=limit,
         )
-        servicer = RouterServicer(router, AggregatorCalls(aggregator), RedisNodes(link), rules)
+        servicer = RouterServicer(watched, AggregatorCalls(aggregator), RedisNodes(link), rules)
         service = Service(
             name="router",
             port=config.cluster.router_port,
@@ -63,7 +75,7 @@ async def run(config: Config) -> int:
             begin_drain=router.begin_drain,
             idle=lambda: True,
         )
-        return await run_service(config, service)
+        return await run_service(config, service, telemetry)
     finally:
         await aggregator.close()
         await transport.close()

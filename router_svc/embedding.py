@@ -25,6 +25,7 @@ from common.errors import ModelError
 from router_svc.digest import KeyedDigest
 
 MAX_PLANES = 16
+_MAX_ROWS_KEPT = 65_536
 
 Floats = NDArray[np.floating[Any]]
 
@@ -95,6 +96,8 @@ class HashedProjection:
     def __init__(self, num_planes: int, hash_key: str) -> None:
         self._num_planes = num_planes
         self._offsets = np.array([KeyedDigest(hash_key)(b"plane:%d" % p) for p in range(num_planes)], dtype=np.uint64)
+        self._rows: dict[int, list[int]] = {}
+        """Rows drawn so far: most questions are too short for numpy to pay."""
 
     @property
     def num_planes(self) -> int:
@@ -103,13 +106,24 @@ class HashedProjection:
 
     def bucket(self, token_ids: Sequence[int]) -> int:
         """The bucket of a question; 0 when it has no tokens."""
-        ids = np.asarray([token_id for token_id in token_ids if token_id >= 0], dtype=np.uint64)
-        if not ids.size:
-            return 0
-        # The upper 32 bits as a number around 0. Integers add up exactly; a sum of exactly 0 is as good as never seen,
-        # which sums of +1 and -1 would give to every second pair of tokens.
-        rows = (_mix(ids[:, None] + self._offsets) >> np.uint64(32)).astype(np.int64) - 2**31
-        return _sign_bits(rows.sum(axis=0).tolist())
+        ids = [token_id for token_id in token_ids if token_id >= 0]
+        rows = self._rows
+        if len(rows) > _MAX_ROWS_KEPT:
+            self._rows = rows = {}
+        missing = list({token_id for token_id in ids if token_id not in rows})
+        if missing:
+            rows.update(zip(missing, self._drawn(missing), strict=True))
+        # Integers add up exactly; a sum of exactly 0 is as good as never seen, which sums of +1 and -1 would give to
+        # every second pair of tokens.
+        return _sign_bits([sum(plane) for plane in zip(*(rows[token_id] for token_id in ids), strict=True)])
+
+    def _drawn(self, token_ids: Sequence[int]) -> list[list[int]]:
+        """The upper 32 bits of each hash as a number around 0."""
+        ids = np.asarray(token_ids, dtype=np.uint64)
+        rows: list[list[int]] = (
+            (_mix(ids[:, None] + self._offsets) >> np.uint64(32)).astype(np.int64) - 2**31
+        ).tolist()
+        return rows
 
 
 def _sign_bits(sums: Sequence[float]) -> int:

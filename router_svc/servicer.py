@@ -2,7 +2,8 @@
 
 Invariants and semantics: requests are checked here, by ``parse_request`` with the rules of the deployment; the tenant
 of the caller's API key replaces the one in the request; ``strict`` is refused where a node cannot keep it. A request
-belongs to the AskQuery calls that started it: when the last of them ends early, what has no outcome is withdrawn.
+belongs to the AskQuery calls that started it: when the last of them ends early, what has no outcome is withdrawn, and
+its id is used up: a later AskQuery is told so instead of being given questions that nobody answered.
 
 Not here: errors, keys and deadlines of calls (``common.grpc_interceptors``).
 """
@@ -14,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -29,11 +30,13 @@ from common.codec import (
     encode_stream_event,
 )
 from common.codec.wire import require
-from common.errors import IsolationUnavailableError, KevError, RequestNotFoundError
+from common.errors import IsolationUnavailableError, KevError, RequestWithdrawnError
 from common.grpc_interceptors import Context
+from common.grpc_options import NEW_ID_KEY
 from common.request import RequestRules, parse_request
 from common.types import (
     ChannelSnapshot,
+    FinishReason,
     IsolationLevel,
     IsolationReport,
     NodeStats,
@@ -52,8 +55,12 @@ _log = logging.getLogger(__name__)
 class Router(Protocol):
     """What the servicer needs of the router (``router_svc.service.RouterService``)."""
 
-    async def submit(self, spec: RequestSpec) -> str:
-        """Accept a request."""
+    def check_room(self) -> None:
+        """Refuse before anything is spent."""
+        ...
+
+    async def accept(self, spec: RequestSpec) -> bool:
+        """Accept a request; whether it is new."""
         ...
 
     def channels(self) -> list[ChannelSnapshot]:
@@ -108,7 +115,10 @@ class RouterServicer(stubs.RouterServiceServicer):
         self._nodes = nodes
         self._rules = rules
         self._askers: Counter[str] = Counter()
-        self._withdrawals: set[asyncio.Task[int]] = set()
+        """AskQuery calls that run, by request."""
+        self._started: set[str] = set()
+        """Requests that these calls have started."""
+        self._withdrawals: dict[str, asyncio.Task[int]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> str:
         """Register the methods; returns the name of the service."""
@@ -117,15 +127,16 @@ class RouterServicer(stubs.RouterServiceServicer):
 
     async def SubmitQuery(self, request: pb.SubmitQueryRequest, context: Context) -> pb.SubmitQueryResponse:
         """Accept a request."""
-        request_id = await self._router.submit(await self._checked(request))
-        return pb.SubmitQueryResponse(request_id=request_id)
+        spec = await self._checked(request, context)
+        await self._router.accept(spec)
+        return pb.SubmitQueryResponse(request_id=spec.request_id)
 
     async def AskQuery(self, request: pb.AskQueryRequest, context: Context) -> None:
         """Accept a request and send its events."""
-        spec = await self._checked(request)
-        async with self._owned(spec):
-            events = self._results.stream(await self._router.submit(spec))
-            async with aclosing(events):  # type: ignore[type-var]
+        spec = await self._checked(request, context)
+        async with self._attached(spec.request_id):
+            await self._start(spec)
+            async with aclosing(self._results.stream(spec.request_id)) as events:  # type: ignore[type-var]
                 async for event in events:
                     await context.write(pb.AskQueryResponse(event=encode_stream_event(event)))
 
@@ -149,8 +160,10 @@ class RouterServicer(stubs.RouterServiceServicer):
         """What requests are checked against."""
         return pb.GetRulesResponse(rules=encode_rules(self._rules))
 
-    async def _checked(self, request: pb.SubmitQueryRequest | pb.AskQueryRequest) -> RequestSpec:
+    async def _checked(self, request: pb.SubmitQueryRequest | pb.AskQueryRequest, context: Context) -> RequestSpec:
         require(request, "request", "query")
+        if not request.query.request_id or _has_new_id(context):
+            self._router.check_room()
         queries, options = decode_query(request.query)
         options["tenant"] = current_caller.get().speak_for(request.query.tenant)
         spec = parse_request(queries, options, self._rules)
@@ -160,34 +173,46 @@ class RouterServicer(stubs.RouterServiceServicer):
                 raise IsolationUnavailableError(f"isolation strict cannot be kept here: {report.reason}")
         return spec
 
+    async def _start(self, spec: RequestSpec) -> None:
+        """Start a request for AskQuery, or join it.
+
+        Raises:
+            RequestWithdrawnError: it was withdrawn before this call; its questions will never be answered.
+        """
+        if await self._router.accept(spec):
+            self._started.add(spec.request_id)
+        elif spec.request_id not in self._started:
+            view = await self._results.poll(spec.request_id)
+            withdrawn = [result for result in view.results if result.finish_reason is FinishReason.CANCELLED]
+            if view.done and withdrawn:
+                raise RequestWithdrawnError(
+                    f"request {spec.request_id!r} was withdrawn, by a cancellation or because the call that asked it "
+                    f"ended early: {len(withdrawn)} of its {view.num_questions} questions were not answered; ask again "
+                    "under another id"
+                )
+
     @asynccontextmanager
-    async def _owned(self, spec: RequestSpec) -> AsyncIterator[None]:
-        request_id = spec.request_id
-        foreign = not self._askers[request_id] and await self._is_known(request_id)
-        self._askers[request_id] += not foreign
+    async def _attached(self, request_id: str) -> AsyncIterator[None]:
+        """Count a call of a request; the last one of those that started it withdraws it, unless it was finished."""
+        if (withdrawal := self._withdrawals.get(request_id)) is not None:
+            await asyncio.wait({withdrawal})
+        self._askers[request_id] += 1
         finished = False
         try:
             yield
             finished = True
         finally:
-            self._askers[request_id] -= not foreign
+            self._askers[request_id] -= 1
             if not self._askers[request_id]:
                 del self._askers[request_id]
-                if not (finished or foreign):
+                if request_id in self._started and not finished:
                     self._withdraw(request_id)
-
-    async def _is_known(self, request_id: str) -> bool:
-        try:
-            await self._results.poll(request_id)
-        except RequestNotFoundError:
-            return False
-        return True
+                self._started.discard(request_id)
 
     def _withdraw(self, request_id: str) -> None:
         # A task of its own: the call has been cancelled, and would be interrupted again.
-        task: asyncio.Task[int] = asyncio.create_task(self._cancel(request_id))
-        self._withdrawals.add(task)
-        task.add_done_callback(self._withdrawals.discard)
+        task = self._withdrawals[request_id] = asyncio.create_task(self._cancel(request_id))
+        task.add_done_callback(lambda _: self._withdrawals.pop(request_id, None))
 
     async def _cancel(self, request_id: str) -> int:
         try:
@@ -195,3 +220,9 @@ class RouterServicer(stubs.RouterServiceServicer):
         except KevError as error:
             _log.debug("request %s could not be withdrawn: %s", request_id, error)
             return 0
+
+
+def _has_new_id(context: Context) -> bool:
+    """Whether the caller says that nobody can have used its request id before."""
+    metadata: Any = context.invocation_metadata()
+    return any(name == NEW_ID_KEY for name, _ in metadata or ())

@@ -16,14 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import ConfigError
 from common.types import Strategy
 from router_svc.digest import KeyedDigest
 from router_svc.embedding import HashedProjection, Projection
 from router_svc.ring import HashRing
 from router_svc.settings import RouterSettings
-
-_MAX_RING_POINTS = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,16 +157,7 @@ class ConsistentHash:
     """The same text goes to the same channel while the channel's load is within the bound; see ``ring``."""
 
     def __init__(self, num_channels: int, *, virtual_nodes: int, load_bound: float, hash_key: str) -> None:
-        """Build the ring.
-
-        Raises:
-            ConfigError: pool and virtual nodes together are too many points.
-        """
-        if num_channels * virtual_nodes > _MAX_RING_POINTS:
-            raise ConfigError(
-                f"kev.router.virtual_nodes: {virtual_nodes} points for each of {num_channels} channels are more than "
-                f"{_MAX_RING_POINTS}; at most {_MAX_RING_POINTS // num_channels} fit this channel_pool_size"
-            )
+        """Build the ring; ``common.config`` bounds its points."""
         self._ring = HashRing(range(num_channels), virtual_nodes=virtual_nodes, hash_key=hash_key)
         self._load_bound = load_bound
 
@@ -191,9 +179,6 @@ def build_strategies(
         settings: sizes and keys.
         encode: plain token ids of a text.
         projection: the model's table; None takes the lexical fall-back.
-
-    Raises:
-        ConfigError: the ring would be too large.
     """
     num_channels, hash_key = settings.channel_pool_size, settings.hash_key
     return {

@@ -103,6 +103,8 @@ class Submission:
         """Set by the service when the aggregator knows the request; nothing is published before."""
         self.record: RequestRecord | None = None
         """What the service registers; kept to register it again if it is lost."""
+        self.num_callers = 0
+        """Calls that wait for it or were told that it is accepted; the last one that fails withdraws it."""
         self.failure: KevError | None = None
         self._unsettled = set(range(len(prepared)))
         self._settled = asyncio.Event()

@@ -10,7 +10,14 @@ Not here: which failure has which status (``common.grpc_interceptors``), keys an
 
 from __future__ import annotations
 
-from common.codec.envelope import ENVELOPE_VERSION, EnvelopeValue, open_envelope, seal
+from common.codec.envelope import (
+    ENVELOPE_MINOR_VERSION,
+    ENVELOPE_VERSION,
+    EnvelopeValue,
+    open_envelope,
+    seal,
+    seal_item,
+)
 from common.codec.queries import Uncarriable, decode_query, decode_rules, encode_query, encode_rules
 from common.codec.reports import (
     decode_channel_snapshot,
@@ -49,6 +56,7 @@ from common.codec.results import (
 from common.codec.status import decode_status, encode_status
 
 __all__ = [
+    "ENVELOPE_MINOR_VERSION",
     "ENVELOPE_VERSION",
     "EnvelopeValue",
     "Uncarriable",
@@ -88,4 +96,5 @@ __all__ = [
     "encode_work_item",
     "open_envelope",
     "seal",
+    "seal_item",
 ]

@@ -1,7 +1,8 @@
 """The versioned envelope around a value in a stream entry or a stored key.
 
-Invariants and semantics: ``open_envelope(seal(value, trace)) == (value, trace)``. Added fields need no new version;
-the version changes only when an old receiver could misread a new entry, so another version is refused.
+Invariants and semantics: ``open_envelope(seal(value, trace)) == (value, trace)``. The version changes only when an old
+receiver could misread a new entry, so another version is refused. The minor version counts what was added since: a
+receiver takes any, passes over fields that it does not know, and names it when it meets a value that it does not know.
 
 Not here: where the bytes go (transports).
 """
@@ -26,6 +27,7 @@ from common.types import ChannelEvent, RequestRecord, RequestSpec, WorkItem
 from kev.v1 import types_pb2 as pb
 
 ENVELOPE_VERSION = 1
+ENVELOPE_MINOR_VERSION = 1
 EnvelopeValue = WorkItem | ChannelEvent | RequestRecord | RequestSpec
 """What an envelope may hold."""
 
@@ -51,12 +53,27 @@ def _encode(value: EnvelopeValue) -> Message:
 
 def seal(value: EnvelopeValue, trace: str = "") -> bytes:
     """The value in its envelope, serialized; ``trace`` is a W3C traceparent or empty."""
-    message = _encode(value)
+    return _sealed(_encode(value), trace)
+
+
+def seal_item(item: WorkItem, trace: str = "") -> tuple[bytes, bytes]:
+    """A work item in its envelope, and what it would be in without a trace and with no time left.
+
+    The second is the same for every publication of a question, which has less time left each time.
+    """
+    message = encode_work_item(item)
+    sealed = _sealed(message, trace)
+    message.time_budget.Clear()
+    return sealed, _sealed(message)
+
+
+def _sealed(message: Message, trace: str = "") -> bytes:
     return pb.Envelope(
         version=ENVELOPE_VERSION,
         type=message.DESCRIPTOR.full_name,
         payload=message.SerializeToString(),
         trace=trace,
+        minor_version=ENVELOPE_MINOR_VERSION,
     ).SerializeToString()
 
 
@@ -69,12 +86,18 @@ def open_envelope(data: bytes) -> tuple[EnvelopeValue, str]:
     try:
         envelope = pb.Envelope.FromString(data)
         if envelope.version != ENVELOPE_VERSION:
-            raise InvalidRequestError.of(
-                "envelope.version", f"is {envelope.version}; this process reads version {ENVELOPE_VERSION}"
-            )
+            raise InvalidRequestError.of("envelope.version", f"is {envelope.version}; {_versions(envelope)}")
         opener = _OPENERS.get(envelope.type)
         if opener is None:
-            raise InvalidRequestError.of("envelope.type", f"{envelope.type!r} is not known here")
+            raise InvalidRequestError.of("envelope.type", f"{envelope.type!r} is not known here; {_versions(envelope)}")
         return opener(envelope.payload), envelope.trace
     except DecodeError as error:
         raise InvalidRequestError.of("envelope", "is not a serialized message; it is damaged or foreign") from error
+
+
+def _versions(envelope: pb.Envelope) -> str:
+    """Which side to upgrade, for whoever finds the entry in the dead letters."""
+    return (
+        f"this process reads version {ENVELOPE_VERSION} and knows {ENVELOPE_VERSION}.{ENVELOPE_MINOR_VERSION}, "
+        f"the sender wrote {envelope.version}.{envelope.minor_version}"
+    )

@@ -25,6 +25,8 @@ def encode_node_stats(value: NodeStats) -> pb.NodeStats:
         kv_bytes_used=value.kv_bytes_used,
         kv_bytes_total=value.kv_bytes_total,
         num_prefixes=value.num_prefixes,
+        num_replayed=value.num_replayed,
+        num_violations=value.num_violations,
         alive=value.alive,
     )
 
@@ -42,6 +44,8 @@ def decode_node_stats(message: pb.NodeStats) -> NodeStats:
         kv_bytes_used=message.kv_bytes_used,
         kv_bytes_total=message.kv_bytes_total,
         num_prefixes=message.num_prefixes,
+        num_replayed=message.num_replayed,
+        num_violations=message.num_violations,
         alive=message.alive,
     )
 
@@ -60,6 +64,7 @@ def encode_isolation_report(value: IsolationReport) -> pb.IsolationReport:
         prefill_rows=value.prefill_rows,
         row_independent=value.row_independent,
         position_independent=value.position_independent,
+        prefix_independent=value.prefix_independent,
         fingerprint=value.fingerprint,
         reason=value.reason,
     )
@@ -86,6 +91,7 @@ def decode_isolation_report(message: pb.IsolationReport, path: str = "report") -
         prefill_rows=message.prefill_rows,
         row_independent=message.row_independent,
         position_independent=message.position_independent,
+        prefix_independent=message.prefix_independent,
         fingerprint=message.fingerprint,
         reason=message.reason,
     )

@@ -55,9 +55,13 @@ def encode_sampling(value: SamplingParams) -> pb.SamplingParams:
     )
 
 
+_DEFAULT_SAMPLING = encode_sampling(SamplingParams())
+
+
 def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
     """Sampling params; a number that the sender did not set takes its default."""
-    filled = encode_sampling(SamplingParams())
+    filled = pb.SamplingParams()
+    filled.CopyFrom(_DEFAULT_SAMPLING)
     filled.MergeFrom(message)
     return SamplingParams(
         max_tokens=filled.max_tokens,

@@ -16,7 +16,6 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from common import edge_errors
 from common.errors import FieldViolation, InvalidRequestError, InvariantError, KevError, QueueFullError, all_errors
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -29,7 +28,7 @@ _MAX_SENTENCE_BYTES = 3200
 _OVERHEAD_BYTES = 80
 """Of a packed detail, mostly the name of its type."""
 _LONGEST_RETRY_S = 86_400.0
-_TYPES = {error.reason: error for error in all_errors() if error.__module__ in ("common.errors", edge_errors.__name__)}
+_TYPES = {error.reason: error for error in all_errors()}
 
 
 def encode_status(error: KevError) -> tuple[str, bytes]:

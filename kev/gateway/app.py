@@ -22,6 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.errors import DeadlineExceededError, DrainingError, InvalidRequestError, ModelError
+from common.metrics.catalogue import Tier
+from common.metrics.registry import CONTENT_TYPE
+from common.telemetry import Telemetry
 from common.types import RequestView, StreamEvent
 from kev.gateway import events
 from kev.gateway.backend import Backend
@@ -30,15 +33,17 @@ from kev.gateway.encoding import encode, encode_view
 from kev.gateway.exchange import Submissions, while_connected
 from kev.gateway.failures import ErrorBoundary, error_response
 from kev.gateway.settings import GatewaySettings
+from kev.gateway.watch import HttpWatch
 
 
 class Gateway:
     """The routes' shared state: the backend, once it is there, and whether new requests are taken."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, telemetry: Telemetry | None = None) -> None:
         self.stop = asyncio.Event()
         """Set when open exchanges must end now."""
         self._settings = settings
+        self._telemetry = telemetry or Telemetry("gateway", Tier.GATEWAY)
         self._submissions = Submissions()
         self._backend: Backend | None = None
         self._draining = False
@@ -63,8 +68,9 @@ class Gateway:
                 Route("/v1/stats", self._report(lambda backend: backend.stats()), methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/ready", self._ready, methods=["GET"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
             ],
-            middleware=[Middleware(ErrorBoundary)],
+            middleware=[Middleware(HttpWatch, self._telemetry), Middleware(ErrorBoundary)],
             exception_handlers={HTTPException: _answer_http_exception},
         )
         app.router.redirect_slashes = False
@@ -138,6 +144,9 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         return _json({"alive": True})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(await self._telemetry.metrics.render(), media_type=CONTENT_TYPE)
 
     async def _ready(self, _: Request) -> Response:
         try:

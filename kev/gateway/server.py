@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 
 from common.errors import ConfigError
+from common.telemetry import Telemetry
 from kev.gateway.app import Gateway
 from kev.gateway.backend import Backend
 from kev.gateway.settings import GatewaySettings
@@ -59,6 +60,7 @@ async def serve(
     port: int,
     settings: GatewaySettings | None = None,
     lifecycle: Lifecycle | None = None,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Serve until told to stop; port 0 picks a free one.
 
@@ -68,7 +70,7 @@ async def serve(
     """
     settings = settings or GatewaySettings()
     lifecycle = lifecycle or Lifecycle()
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, telemetry)
     with contextlib.closing(_bind(host, port)) as listener:
         async with _listening(gateway, listener) as server, _stop_event(lifecycle.stop) as stop:
             lifecycle.on_listening(_url(listener))

@@ -187,6 +187,7 @@ class ScriptedBackend:
             prefill_rows=256,
             row_independent=True,
             position_independent=True,
+            prefix_independent=True,
             fingerprint="scripted",
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import Config, load_config
-from common.health_check import HealthTls
+from common.tls_files import TlsFiles
 from kev.up.commands import HEALTH_SERVICES, Role, commands, store_command
 
 HOST = "127.0.0.1"
@@ -42,7 +42,7 @@ class Health:
 
     target: str
     service: str = ""
-    tls: HealthTls | None = None
+    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +109,26 @@ def plan_cluster(config: Config, ports: Ports, surroundings: Surroundings, *, no
                 argv=argv[role],
                 port=port,
                 health=_health(shared, role, port),
-                env={"KEV__CLUSTER__INFERENCE_PORT": str(port)} if is_node else {},
+                env=_own_env(shared, role, port, num_services=sum(spec.role in HEALTH_SERVICES for spec in specs)),
                 stop_timeout_s=shared.cluster.drain_grace_s + _STOP_MARGIN_S,
             )
             specs.append(spec)
     return ClusterPlan(config_path=path, config_text=shared.to_yaml(), processes=tuple(specs))
+
+
+def _own_env(config: Config, role: Role, port: int, num_services: int) -> dict[str, str]:
+    """What differs between processes: the port of a node, and each service's own port for metrics.
+
+    Args:
+        config: what all of them read.
+        role: what the process does.
+        port: where it listens.
+        num_services: how many services come before it.
+    """
+    env = {"KEV__CLUSTER__INFERENCE_PORT": str(port)} if role is Role.INFERENCE else {}
+    if config.observability.metrics_port and role in HEALTH_SERVICES:
+        env["KEV__OBSERVABILITY__METRICS_PORT"] = str(config.observability.metrics_port + num_services)
+    return env
 
 
 def _cluster_config(config: Config, ports: Ports, surroundings: Surroundings, *, no_model: bool) -> Config:
@@ -160,11 +175,11 @@ def _dialled(host: str) -> str:
     return {"0.0.0.0": HOST, "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 
-def _tls(config: Config) -> HealthTls | None:
+def _tls(config: Config) -> TlsFiles | None:
     cluster = config.cluster
     if not cluster.tls_cert_file:
         return None
-    return HealthTls(
+    return TlsFiles(
         ca_file=cluster.tls_ca_file or cluster.tls_cert_file,
         cert_file=cluster.tls_cert_file,
         key_file=cluster.tls_key_file,

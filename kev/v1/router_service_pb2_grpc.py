@@ -87,7 +87,8 @@ class RouterServiceServicer(object):
 
     def AskQuery(self, request, context):
         """Accepts a request and streams its events until every question has its outcome. When the last such call of a
-        request ends early, what has no outcome yet is withdrawn; a request that was there before the call goes on.
+        request ends early, what has no outcome yet is withdrawn; a request that was there before the call goes on. A
+        withdrawn request keeps its id: asking it again fails with ABORTED (REQUEST_WITHDRAWN), and needs another id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

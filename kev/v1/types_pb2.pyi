@@ -538,7 +538,7 @@ class RequestView(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., num_questions: _Optional[int] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("node_id", "num_running", "num_waiting", "max_slots", "num_steps", "num_prompt_tokens", "num_completion_tokens", "kv_bytes_used", "kv_bytes_total", "num_prefixes", "alive")
+    __slots__ = ("node_id", "num_running", "num_waiting", "max_slots", "num_steps", "num_prompt_tokens", "num_completion_tokens", "kv_bytes_used", "kv_bytes_total", "num_prefixes", "alive", "num_replayed", "num_violations")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -550,6 +550,8 @@ class NodeStats(_message.Message):
     KV_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    NUM_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     num_running: int
     num_waiting: int
@@ -561,7 +563,9 @@ class NodeStats(_message.Message):
     kv_bytes_total: int
     num_prefixes: int
     alive: bool
-    def __init__(self, node_id: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_slots: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., kv_bytes_used: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., num_prefixes: _Optional[int] = ..., alive: bool = ...) -> None: ...
+    num_replayed: int
+    num_violations: int
+    def __init__(self, node_id: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_slots: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., kv_bytes_used: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., num_prefixes: _Optional[int] = ..., alive: bool = ..., num_replayed: _Optional[int] = ..., num_violations: _Optional[int] = ...) -> None: ...
 
 class LevelVerdict(_message.Message):
     __slots__ = ("level", "verdict")
@@ -572,7 +576,7 @@ class LevelVerdict(_message.Message):
     def __init__(self, level: _Optional[_Union[IsolationLevel, str]] = ..., verdict: _Optional[_Union[Verdict, str]] = ...) -> None: ...
 
 class IsolationReport(_message.Message):
-    __slots__ = ("levels", "backend", "precision", "num_threads", "decode_rows", "prefill_rows", "row_independent", "position_independent", "fingerprint", "reason")
+    __slots__ = ("levels", "backend", "precision", "num_threads", "decode_rows", "prefill_rows", "row_independent", "position_independent", "fingerprint", "reason", "prefix_independent")
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
@@ -583,6 +587,7 @@ class IsolationReport(_message.Message):
     POSITION_INDEPENDENT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_INDEPENDENT_FIELD_NUMBER: _ClassVar[int]
     levels: _containers.RepeatedCompositeFieldContainer[LevelVerdict]
     backend: str
     precision: str
@@ -593,7 +598,8 @@ class IsolationReport(_message.Message):
     position_independent: bool
     fingerprint: str
     reason: str
-    def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    prefix_independent: bool
+    def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ..., prefix_independent: bool = ...) -> None: ...
 
 class RequestRules(_message.Message):
     __slots__ = ("max_queries_per_request", "max_question_bytes", "max_system_prompt_bytes", "max_context", "max_parallel_queries", "vocab_size", "isolation", "strategy", "mode", "max_tokens", "timeout_duration", "prompt_stop")
@@ -662,13 +668,15 @@ class RouterStats(_message.Message):
     def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ...) -> None: ...
 
 class Envelope(_message.Message):
-    __slots__ = ("version", "type", "payload", "trace")
+    __slots__ = ("version", "type", "payload", "trace", "minor_version")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    MINOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     version: int
     type: str
     payload: bytes
     trace: str
-    def __init__(self, version: _Optional[int] = ..., type: _Optional[str] = ..., payload: _Optional[bytes] = ..., trace: _Optional[str] = ...) -> None: ...
+    minor_version: int
+    def __init__(self, version: _Optional[int] = ..., type: _Optional[str] = ..., payload: _Optional[bytes] = ..., trace: _Optional[str] = ..., minor_version: _Optional[int] = ...) -> None: ...

@@ -104,6 +104,22 @@ class Report:
         return "\n  ".join([line, *(str(violation) for violation in self.violations[:10])])
 
 
+def merged(reports: Iterable[Report]) -> Report:
+    """The verdict over several histories that share no request."""
+    known = list(reports)
+    return Report(
+        violations=tuple(violation for report in known for violation in report.violations),
+        num_questions=sum(report.num_questions for report in known),
+        num_answers=sum(report.num_answers for report in known),
+        num_placeholders=sum(report.num_placeholders for report in known),
+        num_unknown=sum(report.num_unknown for report in known),
+        num_events=sum(report.num_events for report in known),
+        num_commits=sum(report.num_commits for report in known),
+        num_faults=sum(report.num_faults for report in known),
+        reasons=dict(sum((Counter(report.reasons) for report in known), Counter())),
+    )
+
+
 @dataclass(slots=True)
 class _Facts:
     """The history, sorted by what it is about."""

@@ -14,7 +14,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Self
 import yaml
 
 from common.codec import open_envelope
-from common.redis_keys import EVENTS, RESULTS, RedisKeys
+from common.redis_keys import EVENTS, RedisKeys
 from common.types import ChannelResult, ChannelStarted
 from kev.client import AsyncClient
 from kev.testing import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
@@ -133,32 +133,37 @@ class Cluster:
         self, router: int = 0, aggregator: int = 0, *, patience_s: float = 10.0
     ) -> AsyncIterator[AsyncClient]:
         """A client of one router and one aggregator."""
-        addresses = [f"127.0.0.1:{self._door(name)}" for name in (f"router-{router}", f"aggregator-{aggregator}")]
+        addresses = [self.address(name) for name in (f"router-{router}", f"aggregator-{aggregator}")]
         async with AsyncClient(*addresses, patience_s=patience_s) as client:
             yield client
 
-    async def note_attempts(self, history: History) -> None:
-        """Add what the store's own record says about attempts and commits: each request's events, or the common log."""
+    async def note_attempts(self, history: History, request_ids: Iterable[str] | None = None) -> None:
+        """Add what the store's own record says about attempts and commits of some requests; None: of all it knows."""
         keys = RedisKeys(self.settings.name)
         async with self.redis.client() as client:
-            streams = [key async for key in client.scan_iter(match=keys.name(EVENTS, "*"))]
-            streams = streams or [keys.name(RESULTS).encode()]
-            entries = [entry for stream in streams for entry in await client.xrange(stream)]
-        for _, fields in entries:
-            event, _ = open_envelope(fields.get(b"e", b""))
-            if isinstance(event, ChannelStarted):
-                history.add(
-                    Granted(request_id=event.request_id, question_index=event.question_index, attempt=event.attempt)
+            if request_ids is None:
+                streams = [key async for key in client.scan_iter(match=keys.name(EVENTS, "*"))]
+            else:
+                streams = [keys.name(EVENTS, request_id).encode() for request_id in sorted(request_ids)]
+            for stream in streams:
+                for _, fields in await client.xrange(stream):
+                    self._note_attempt(history, fields.get(b"e", b""))
+
+    def _note_attempt(self, history: History, envelope: bytes) -> None:
+        event, _ = open_envelope(envelope)
+        if isinstance(event, ChannelStarted):
+            history.add(
+                Granted(request_id=event.request_id, question_index=event.question_index, attempt=event.attempt)
+            )
+        elif isinstance(event, ChannelResult) and event.finish_reason in ANSWERS:
+            history.add(
+                Committed(
+                    request_id=event.request_id,
+                    question_index=event.question_index,
+                    attempt=event.attempt,
+                    text=event.text,
                 )
-            elif isinstance(event, ChannelResult) and event.finish_reason in ANSWERS:
-                history.add(
-                    Committed(
-                        request_id=event.request_id,
-                        question_index=event.question_index,
-                        attempt=event.attempt,
-                        text=event.text,
-                    )
-                )
+            )
 
     async def until_idle(self, timeout_s: float = 20.0) -> None:
         """Return when no channel, no node and no lease holds anything.
@@ -173,6 +178,10 @@ class Cluster:
         stats = await client.stats()
         queued = sum(channel.num_queued for channel in await client.channels())
         return not any((queued, stats.router.num_overflow, stats.node.num_running, stats.node.num_waiting))
+
+    def address(self, name: str) -> str:
+        """Where clients reach a router or aggregator."""
+        return f"127.0.0.1:{self._door(name)}"
 
     def _door(self, name: str) -> int:
         return self.doors[name].port if name in self.doors else self._ports[name]

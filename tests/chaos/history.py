@@ -153,6 +153,10 @@ class History(Sequence[Record]):
         """Append; nothing is ever taken back."""
         self._records.append(record)
 
+    def request_ids(self) -> set[str]:
+        """Requests that were submitted, whatever came of it."""
+        return {record.request_id for record in self._records if isinstance(record, Submitted)}
+
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._records[index]
 

@@ -176,6 +176,24 @@ class Throttle(Fault):
         return Ruling(chunk)
 
 
+class Rewrite(Fault):
+    """Replies say something else than the upstream did."""
+
+    def __init__(self, said: bytes, instead: bytes, *, times: int | None = None) -> None:
+        """Both of the same length, so that whatever counts the bytes stays right; must lie in one chunk."""
+        if len(said) != len(instead):
+            raise ValueError(f"{said!r} and {instead!r} differ in length")
+        super().__init__(times=times)
+        self._said, self._instead = said, instead
+
+    async def treat(self, direction: Direction, chunk: bytes, passage: Passage) -> Ruling:
+        """Replace every occurrence."""
+        if direction is Direction.REQUEST or self.spent or self._said not in chunk:
+            return Ruling(chunk)
+        self.fire()
+        return Ruling(chunk.replace(self._said, self._instead))
+
+
 class Blackhole(Fault):
     """Nothing arrives, and nobody is told, until it is healed; then everything does."""
 
@@ -229,8 +247,17 @@ class FaultProxy:
     ) -> None:
         self._closed = True  # what the kernel has accepted already may still come
         if self._server is not None:
+            await self._stop_accepting(self._server)
             self._server.close()
         await self.cut_all()
+
+    async def _stop_accepting(self, server: asyncio.Server) -> None:
+        """Let connections arrive whose acceptance has begun: asyncio leaks them when the server closes meanwhile."""
+        loop = asyncio.get_running_loop()
+        for listener in server.sockets:
+            loop.remove_reader(listener.fileno())
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     @asynccontextmanager
     async def broken_by(self, fault: Fault) -> AsyncIterator[Fault]:
@@ -241,6 +268,10 @@ class FaultProxy:
         finally:
             self.fault = None
             fault.heal()
+
+    def redirect(self, upstream_port: int) -> None:
+        """New connections go to another port of the same host; open ones stay where they are."""
+        self._upstream = self._upstream[0], upstream_port
 
     async def cut_all(self) -> int:
         """Reset every open connection; returns how many."""

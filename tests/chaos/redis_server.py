@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
 
 from kev.up.commands import store_command
 from tests.chaos.processes import Health, ServiceProcess, free_port
@@ -49,8 +51,8 @@ class RedisServer(ServiceProcess):
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[aioredis.Redis]:
-        """A client for looking and for breaking things."""
-        client = aioredis.Redis(port=self.port, protocol=2)
+        """A client for looking and for breaking things; it waits for a server that is being restarted."""
+        client = aioredis.Redis(port=self.port, protocol=2, retry=Retry(ConstantBackoff(0.2), 50))
         try:
             yield client
         finally:

@@ -43,7 +43,6 @@ from tests.chaos.history import (
 
 _NO_EFFECT = (QueueFullError, DrainingError, InvalidRequestError, RequestConflictError)
 """Errors after which certainly nothing was accepted by that call."""
-_LONGEST_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +75,8 @@ class WorkloadSettings:
     """Longest single wait; then the client asks again."""
     pause_s: float = 0.1
     """Longest pause before a call is repeated, unless the server asks for more."""
+    longest_pause_s: float = 0.5
+    """Longest pause after a refusal, however much more the server asks for."""
     num_tries: int = 200
     """How often a client repeats one call before it gives up."""
 
@@ -94,6 +95,8 @@ class Workload:
     Attributes:
         history: what was seen so far.
         latencies_s: from the first submission of a request to its last outcome, of requests that ended.
+        num_ended: questions of requests that ended.
+        num_ended_in_time: those of them that ended before the time was up.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class Workload:
         """A load over ``backends``; each call takes another one, so that a failing one is left at once."""
         self.history = History() if history is None else history
         self.latencies_s: list[float] = []
+        self.num_ended = 0
+        self.num_ended_in_time = 0
         self._backends = backends if isinstance(backends, list) else [backends]
         self._settings = settings
         self._numbers = random.Random(settings.seed)
@@ -133,6 +138,8 @@ class Workload:
                 continue
             if await self._follow(client, request):
                 self.latencies_s.append(time.monotonic() - begin_s)
+                self.num_ended += len(request.nonces)
+                self.num_ended_in_time += len(request.nonces) * (time.monotonic() <= self._ends_at_s)
 
     def _next_request(self) -> _Request:
         numbers, settings = self._numbers, self._settings
@@ -177,7 +184,9 @@ class Workload:
     def _pause_s(self, error: KevError) -> float:
         """Full jitter below what the server asked for, or a short time."""
         longest_s = (
-            min(error.retry_after_s, _LONGEST_PAUSE_S) if isinstance(error, QueueFullError) else self._settings.pause_s
+            min(error.retry_after_s, self._settings.longest_pause_s)
+            if isinstance(error, QueueFullError)
+            else self._settings.pause_s
         )
         return self._numbers.uniform(0, longest_s)
 

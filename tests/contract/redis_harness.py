@@ -12,15 +12,18 @@ from uuid import uuid4
 import redis.asyncio as aioredis
 
 from common.clock import SystemClock
-from common.redis_keys import WORK, WORK_GROUP, KeyKind, RedisKeys
+from common.redis_keys import LEASED, WORK, WORK_GROUP, KeyKind, RedisKeys
 from common.redis_link import RedisLink
 from common.redis_settings import LinkSettings, RedisTransportSettings
+from common.redis_source import RedisSource
 from common.redis_streams import RedisTransport
 from tests.contract.transport_suite import Ends
 
 LONG_AGO_MS = 3_600_000
 AGE = """
-for _, work in ipairs(KEYS) do
+for _, ref in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do redis.call('ZADD', KEYS[1], 0, ref) end
+for place = 2, #KEYS do
+  local work = KEYS[place]
   local rows = redis.pcall('XPENDING', work, ARGV[1], '-', '+', 1000)
   for _, row in ipairs(rows.err and {} or rows) do
     redis.call('XCLAIM', work, ARGV[1], row[2], 0, row[1], 'IDLE', ARGV[2], 'JUSTID')
@@ -43,23 +46,36 @@ class RedisHarness:
         self.links: list[RedisLink] = []
         self.transports: list[RedisTransport] = []
 
-    async def create(self, *, num_channels: int, max_entries_per_channel: int = 64) -> Ends:
+    async def create(
+        self, *, num_channels: int, max_entries_per_channel: int = 64, max_bytes_per_channel: int = 67_108_864
+    ) -> Ends:
         self.settings = replace(
-            self.settings, num_channels=num_channels, max_entries_per_channel=max_entries_per_channel
+            self.settings,
+            num_channels=num_channels,
+            max_entries_per_channel=max_entries_per_channel,
+            max_bytes_per_channel=max_bytes_per_channel,
         )
-        names = ("router", "node", "other-node", "aggregator")
-        router, node, other_node, results = [await self.join(name) for name in names]
-        return Ends(router=router, node=node, other_node=other_node, results=results)
+        router, node, other_node = [await self.join(name) for name in ("router", "node", "other-node")]
+        return Ends(router=router, node=node, other_node=other_node, results=await self.read_as("aggregator"))
+
+    async def read_as(self, node_id: str, url: str | None = None) -> RedisSource:
+        """A process of the deployment that reads events."""
+        settings = replace(self.settings, node_id=node_id, incarnation=uuid4().hex[:8])
+        return RedisSource(link=await self._connect(url), settings=settings)
 
     async def join(self, node_id: str, url: str | None = None, **changes: object) -> RedisTransport:
         """Another process of the deployment."""
-        link_settings = replace(self.link_settings, url=url) if url else self.link_settings
-        link = await RedisLink.connect(link_settings)
-        self.links.append(link)
+        link = await self._connect(url)
         settings = replace(self.settings, node_id=node_id, incarnation=uuid4().hex[:8], **changes)
         transport = RedisTransport(link=link, clock=SystemClock(), settings=settings)
         self.transports.append(transport)
         return transport
+
+    async def _connect(self, url: str | None) -> RedisLink:
+        link_settings = replace(self.link_settings, url=url) if url else self.link_settings
+        link = await RedisLink.connect(link_settings)
+        self.links.append(link)
+        return link
 
     @property
     def prefix(self) -> str:
@@ -85,7 +101,7 @@ class RedisHarness:
     async def expire_leases(self) -> None:
         """Age every pending entry in place: neither its owner nor its delivery count changes."""
         works = [self.work(channel_id) for channel_id in range(self.settings.num_channels)]
-        await self.client.eval(AGE, len(works), *works, WORK_GROUP, LONG_AGO_MS)
+        await self.client.eval(AGE, 1 + len(works), self.key(LEASED), *works, WORK_GROUP, LONG_AGO_MS)
 
     async def advance(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -12,7 +12,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.health_check import HealthTls, health_problem
+from common.health_check import health_problem
+from common.tls_files import TlsFiles
 from tests.integration.test_grpc_security import authority
 
 SERVICE = "kev.v1.RouterService"
@@ -35,7 +36,7 @@ class Server:
     async def set(self, name: str, status: str) -> None:
         await self.health.set(name, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
 
-    async def problem(self, service: str = SERVICE, tls: HealthTls | None = None, timeout_s: float = 5.0) -> str | None:
+    async def problem(self, service: str = SERVICE, tls: TlsFiles | None = None, timeout_s: float = 5.0) -> str | None:
         return await asyncio.to_thread(health_problem, self.address, service, tls=tls, timeout_s=timeout_s)
 
     async def __aenter__(self) -> Server:
@@ -94,13 +95,13 @@ async def test_tls_with_a_client_certificate(tmp_path: Path) -> None:
     async with Server(credentials) as server:
         await server.set(SERVICE, "SERVING")
         own = {"cert_file": str(certificate), "key_file": str(key)}
-        good = HealthTls(ca_file=str(ca), server_name="kev-router", **own)
+        good = TlsFiles(ca_file=str(ca), server_name="kev-router", **own)
         assert await server.problem(tls=good) is None
         for wrong in (
-            HealthTls(ca_file=str(ca), server_name="kev-router"),
-            HealthTls(ca_file=other.ca_file, server_name="kev-router", **own),
-            HealthTls(ca_file=str(ca), server_name="kev-gateway", **own),
-            HealthTls(ca_file=str(tmp_path / "nowhere.crt"), **own),
+            TlsFiles(ca_file=str(ca), server_name="kev-router"),
+            TlsFiles(ca_file=other.ca_file, server_name="kev-router", **own),
+            TlsFiles(ca_file=str(ca), server_name="kev-gateway", **own),
+            TlsFiles(ca_file=str(tmp_path / "nowhere.crt"), **own),
             None,
         ):
             assert await server.problem(tls=wrong, timeout_s=1.0) is not None

@@ -18,8 +18,8 @@ import redis.asyncio as aioredis
 
 from common.clock import SystemClock
 from common.errors import ConfigError, InvariantError, StoreUnavailableError
-from common.ports import CommitState
-from common.redis_keys import RESULTS, RESULTS_GROUP, WORK_GROUP
+from common.ports import Report, ReportState
+from common.redis_keys import RESULTS, WORK_GROUP
 from common.redis_link import RedisLink
 from common.redis_scripts import Script
 from common.redis_settings import LinkSettings
@@ -28,6 +28,7 @@ from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import LossyProxy, lossy_proxy
 from tests.contract.redis_servers import free_port, running_server
 from tests.contract.transport_suite import LONG_S, Ends, keys, make_item, outcome, started
+from tests.work_calls import commit, emit, publish, renew
 
 pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
@@ -48,13 +49,13 @@ async def test_a_commit_whose_reply_was_lost_counts_once(proxy: LossyProxy, depl
     """The answer would be reported twice, or not at all."""
     ends = await deployment.create(num_channels=1)
     node = await deployment.join("node", url=proxy.url)
-    await ends.router.publish(make_item(0))
-    await ends.router.publish(make_item(1))
+    await publish(ends.router, make_item(0))
+    await publish(ends.router, make_item(1))
     [known] = await node.lease(1, 0)
-    await node.commit(known, outcome(known))  # from here on the server knows the script
+    await commit(node, known, outcome(known))  # from here on the server knows the script
     [lease] = await node.lease(1, 0)
     proxy.lose_reply_to(b"EVALSHA")
-    assert await node.commit(lease, outcome(lease)) is CommitState.ALREADY_COMMITTED
+    assert await commit(node, lease, outcome(lease)) is ReportState.ALREADY_COMMITTED
     assert proxy.num_lost == 1
     assert await ends.results.read(10, 0) == [outcome(known), outcome(lease)]
     assert await ends.router.depths() == [0]
@@ -65,14 +66,14 @@ async def test_a_lease_whose_reply_was_lost_is_granted_again(proxy: LossyProxy, 
     ends = await deployment.create(num_channels=2)
     node = await deployment.join("node", url=proxy.url)
     assert await node.lease(1, 0) == []
-    await ends.router.publish(make_item(0, 0))
-    await ends.router.publish(make_item(1, 1))
+    await publish(ends.router, make_item(0, 0))
+    await publish(ends.router, make_item(1, 1))
     proxy.lose_reply_to(b"EVALSHA")
     leases = await node.lease(2, 0)
     assert proxy.num_lost == 1
     assert sorted(keys(leases)) == [("r", 0), ("r", 1)]
     assert [lease.attempt for lease in leases] == [1, 1]
-    assert [await node.commit(lease, outcome(lease)) for lease in leases] == [CommitState.COMMITTED] * 2
+    assert [await commit(node, lease, outcome(lease)) for lease in leases] == [ReportState.COMMITTED] * 2
 
 
 async def test_a_lease_call_that_failed_is_made_good_by_the_next(proxy: LossyProxy, deployment: RedisHarness) -> None:
@@ -80,7 +81,7 @@ async def test_a_lease_call_that_failed_is_made_good_by_the_next(proxy: LossyPro
     ends = await deployment.create(num_channels=1)
     deployment.link_settings = replace(deployment.link_settings, patience_s=0.0)
     node = await deployment.join("node", url=proxy.url)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     assert keys(await node.lease(1, 0)) == [("r", 0)]
     await deployment.expire_leases()
     proxy.lose_reply_to(b"EVALSHA")
@@ -88,16 +89,16 @@ async def test_a_lease_call_that_failed_is_made_good_by_the_next(proxy: LossyPro
         await node.lease(1, 0)
     [lease] = await node.lease(1, 0)
     assert lease.attempt == 2
-    assert await node.commit(lease, outcome(lease)) is CommitState.COMMITTED
+    assert await commit(node, lease, outcome(lease)) is ReportState.COMMITTED
 
 
 async def test_a_publication_whose_reply_was_lost_is_there_once(proxy: LossyProxy, deployment: RedisHarness) -> None:
     """A retried XADD is two questions."""
     ends = await deployment.create(num_channels=1)
     router = await deployment.join("router", url=proxy.url)
-    await router.publish(make_item(0))
+    await publish(router, make_item(0))
     proxy.lose_reply_to(b"EVALSHA")
-    await router.publish(make_item(1))
+    await publish(router, make_item(1))
     assert proxy.num_lost == 1
     assert await ends.router.depths() == [2]
 
@@ -105,14 +106,33 @@ async def test_a_publication_whose_reply_was_lost_is_there_once(proxy: LossyProx
 async def test_events_whose_reply_was_lost_come_again(proxy: LossyProxy, deployment: RedisHarness) -> None:
     """What the server handed out would never reach the aggregator."""
     ends = await deployment.create(num_channels=1)
-    results = await deployment.join("aggregator", url=proxy.url)
-    await ends.router.publish(make_item())
+    results = await deployment.read_as("aggregator", url=proxy.url)
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     assert await results.read(10, 0) == []
-    await ends.node.emit(lease, started(lease))
+    await emit(ends.node, lease, started(lease))
     proxy.lose_reply_to(b"EVALSHA")
     assert await results.read(10, 0) == [started(lease)]
     assert proxy.num_lost == 1
+
+
+async def test_a_call_about_many_whose_reply_was_lost_counts_once(proxy: LossyProxy, deployment: RedisHarness) -> None:
+    """Every question of the call would be there twice, or every answer be reported twice."""
+    ends = await deployment.create(num_channels=4)
+    node = await deployment.join("node", url=proxy.url)
+    items = [make_item(index, index) for index in range(4)]
+    proxy.lose_reply_to(b"EVAL")
+    assert await node.publish(items) == [None] * 4
+    assert await ends.router.depths() == [1, 1, 1, 1]
+    leases = await node.lease(4, 0)
+    reports = [Report(lease=lease, events=(started(lease), outcome(lease))) for lease in leases]
+    await node.report([Report(lease=leases[0], events=(started(leases[0]),))])  # the server knows the script now
+    proxy.lose_reply_to(b"EVALSHA")
+    states = await node.report([*reports[:3], Report(lease=leases[3], events=(started(leases[3]),))])
+    assert states == [*[ReportState.ALREADY_COMMITTED] * 3, ReportState.HELD]
+    assert proxy.num_lost == 2
+    events = await ends.results.read(100, 0)
+    assert sum(event == report.events[1] for event in events for report in reports) == 3
 
 
 # ---- cancelled calls
@@ -144,19 +164,19 @@ async def test_cancelled_calls_have_happened_or_not(proxy: LossyProxy, deploymen
     node = await deployment.join("node", url=proxy.url)
     seen: Counter[int] = Counter()
     for index in range(30):
-        publication = asyncio.create_task(node.publish(make_item(index)))
+        publication = asyncio.create_task(publish(node, make_item(index)))
         for _ in range(index):
             await asyncio.sleep(0)
         publication.cancel()
         await asyncio.gather(publication, return_exceptions=True)
-        await ends.router.publish(make_item(index))
+        await publish(ends.router, make_item(index))
         [lease] = await node.lease(1, 0)
-        commit = asyncio.create_task(node.commit(lease, outcome(lease)))
+        committing = asyncio.create_task(commit(node, lease, outcome(lease)))
         for _ in range(index):
             await asyncio.sleep(0)
-        commit.cancel()
-        await asyncio.gather(commit, return_exceptions=True)
-        await node.commit(lease, outcome(lease))
+        committing.cancel()
+        await asyncio.gather(committing, return_exceptions=True)
+        await commit(node, lease, outcome(lease))
         for event in await ends.results.read(10, 0):
             seen[event.question_index] += 1
     assert seen == dict.fromkeys(range(30), 1)
@@ -169,7 +189,6 @@ async def test_cancelled_calls_have_happened_or_not(proxy: LossyProxy, deploymen
 async def break_store(deployment: RedisHarness, how: str) -> None:
     if how == "group":
         await deployment.client.xgroup_destroy(deployment.work(0), WORK_GROUP)
-        await deployment.client.xgroup_destroy(deployment.key(RESULTS), RESULTS_GROUP)
     elif how == "stream":
         await deployment.client.delete(deployment.work(0), deployment.key(RESULTS))
     else:
@@ -180,18 +199,18 @@ async def break_store(deployment: RedisHarness, how: str) -> None:
 async def test_an_idle_deployment_survives_a_loss(deployment: RedisHarness, how: str) -> None:
     """Every read would fail for ever, in a hot loop, until a restart."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item(0))
+    await publish(ends.router, make_item(0))
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease))
+    await commit(ends.node, lease, outcome(lease))
     await ends.results.read(10, 0)
     leasing = asyncio.create_task(ends.node.lease(1, LONG_S))
     reading = asyncio.create_task(ends.results.read(10, LONG_S))
     await deployment.settle()
     await break_store(deployment, how)
-    await ends.router.publish(make_item(1))
+    await publish(ends.router, make_item(1))
     [lease] = await asyncio.wait_for(leasing, 5)
     assert lease.item.key == ("r", 1)
-    await ends.node.commit(lease, outcome(lease))
+    await commit(ends.node, lease, outcome(lease))
     assert await asyncio.wait_for(reading, 5) == [outcome(lease)]
 
 
@@ -201,14 +220,14 @@ async def test_a_loss_under_load_is_made_good(deployment: RedisHarness, how: str
     ends = await deployment.create(num_channels=2)
     questions = [("r", index) for index in range(40)]
     for _, index in questions:
-        await ends.router.publish(make_item(index, index % 2))
+        await publish(ends.router, make_item(index, index % 2))
     seen: set[tuple[str, int]] = set()
     broken = False
     async with asyncio.timeout(20):
         while len(seen) < len(questions):
             for node in (ends.node, ends.other_node):
                 for lease in await node.lease(2, 0):
-                    await node.commit(lease, outcome(lease))
+                    await commit(node, lease, outcome(lease))
             seen |= {(event.request_id, event.question_index) for event in await ends.results.read(100, 0)}
             if len(seen) > 10 and not broken:
                 broken = True
@@ -216,7 +235,7 @@ async def test_a_loss_under_load_is_made_good(deployment: RedisHarness, how: str
                 await break_store(deployment, how)
                 await deployment.expire_leases()
             for _, index in await ends.router.lost([key for key in questions if key not in seen]):
-                await ends.router.publish(make_item(index, index % 2))
+                await publish(ends.router, make_item(index, index % 2))
     assert broken
     assert await ends.router.depths() == [0, 0]
 
@@ -231,9 +250,9 @@ async def test_blocking_reads_outlast_the_socket_timeout(deployment: RedisHarnes
     connections = (await deployment.client.info("stats"))["total_connections_received"]
     waiting = asyncio.create_task(ends.node.lease(1, LONG_S))
     await asyncio.sleep(0.9)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     assert keys(await asyncio.wait_for(waiting, 0.5)) == [("r", 0)]
-    assert (await deployment.client.info("stats"))["total_connections_received"] - connections <= 2
+    assert (await deployment.client.info("stats"))["total_connections_received"] - connections <= 4
 
 
 async def open_deployment(url: str, **link_changes: float) -> tuple[RedisHarness, Ends]:
@@ -248,15 +267,15 @@ async def test_calls_outlive_a_restart_of_the_server(server_name: str, tmp_path:
     persistence = ("--appendonly", "yes", "--appendfsync", "always")
     with running_server(server_name, tmp_path, port, *persistence) as url:
         deployment, ends = await open_deployment(url)
-        await ends.router.publish(make_item(0))
-        await ends.router.publish(make_item(1))
+        await publish(ends.router, make_item(0))
+        await publish(ends.router, make_item(1))
         [lease] = await ends.node.lease(1, 0)
         waiting = asyncio.create_task(ends.other_node.cancellations(LONG_S))
         await deployment.settle()
-    committing = asyncio.create_task(ends.node.commit(lease, outcome(lease)))
+    committing = asyncio.create_task(commit(ends.node, lease, outcome(lease)))
     await asyncio.sleep(0.1)
     with running_server(server_name, tmp_path, port, *persistence):
-        assert await asyncio.wait_for(committing, 4) is CommitState.COMMITTED
+        assert await asyncio.wait_for(committing, 4) is ReportState.COMMITTED
         [held] = await ends.other_node.lease(1, 1)
         assert (held.item.key, held.attempt) == (("r", 1), 1)
         await ends.router.cancel("r", [1])
@@ -270,7 +289,7 @@ async def test_a_read_only_server_is_waited_out(server_name: str, tmp_path: Path
     with running_server(server_name, tmp_path) as url:
         deployment, ends = await open_deployment(url)
         await deployment.client.execute_command("REPLICAOF", "127.0.0.1", str(free_port()))
-        publishing = asyncio.create_task(ends.router.publish(make_item()))
+        publishing = asyncio.create_task(publish(ends.router, make_item()))
         await asyncio.sleep(0.1)
         assert not publishing.done()
         with pytest.raises(StoreUnavailableError, match="replica"):
@@ -285,14 +304,35 @@ async def test_a_full_server_refuses_new_work_and_finishes_the_old(server_name: 
     """Outcomes could not be committed, so that the memory they would free is never freed."""
     with running_server(server_name, tmp_path) as url:
         deployment, ends = await open_deployment(url)
-        await ends.router.publish(make_item(0))
+        await publish(ends.router, make_item(0))
         [lease] = await ends.node.lease(1, 0)
         await deployment.client.config_set("maxmemory", 1)
         with pytest.raises(StoreUnavailableError, match="memory"):
-            await ends.router.publish(make_item(1))
-        assert await ends.node.renew(lease)
-        assert await ends.node.commit(lease, outcome(lease)) is CommitState.COMMITTED
+            await publish(ends.router, make_item(1))
+        assert await renew(ends.node, lease)
+        assert await commit(ends.node, lease, outcome(lease)) is ReportState.COMMITTED
         assert await ends.results.read(10, 0) == [outcome(lease)]
+        await deployment.close()
+
+
+async def test_a_full_server_takes_the_outcomes_of_a_call_and_refuses_its_progress(
+    server_name: str, tmp_path: Path
+) -> None:
+    """One running question would keep finished ones from giving their memory back."""
+    with running_server(server_name, tmp_path) as url:
+        deployment = RedisHarness(url)
+        ends = await deployment.create(num_channels=2)
+        await ends.router.publish([make_item(0, 0), make_item(1, 1)])
+        [running, finished] = await ends.node.lease(2, 0)
+        reports = [
+            Report(lease=running, events=(started(running),)),
+            Report(lease=finished, events=(started(finished), outcome(finished))),
+        ]
+        await deployment.client.config_set("maxmemory", 1)
+        assert await ends.node.report(reports) == [ReportState.FULL, ReportState.COMMITTED]
+        await deployment.client.config_set("maxmemory", 0)
+        assert await ends.node.report(reports[:1]) == [ReportState.HELD]
+        assert await ends.results.read(10, 0) == [started(finished), outcome(finished), started(running)]
         await deployment.close()
 
 
@@ -330,7 +370,7 @@ async def test_a_cancelled_call_does_not_try_again(server_name: str, tmp_path: P
     port = free_port()
     with running_server(server_name, tmp_path, port) as url:
         deployment, ends = await open_deployment(url)
-    publishing = asyncio.create_task(ends.router.publish(make_item()))
+    publishing = asyncio.create_task(publish(ends.router, make_item()))
     await asyncio.sleep(0.1)
     publishing.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -12,13 +12,15 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidRequestError, QueueFullError, RequestConflictError
-from common.redis_keys import DEADLINES, EVENTS, QUESTIONS, REQUEST
+from common.redis_keys import DEADLINES, EVENTS, QUESTIONS, REQUEST, STORE
 from common.redis_link import RedisLink
 from common.redis_registry import RedisRegistry
+from common.redis_source import RedisSource
 from common.types import AggregateMode, IsolationLevel, QuestionRecord, RequestRecord, Route, Strategy
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import lossy_proxy
 from tests.contract.transport_suite import keys, make_item, outcome
+from tests.work_calls import commit, publish
 
 pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
@@ -48,6 +50,18 @@ async def link(deployment: RedisHarness) -> AsyncIterator[RedisLink]:
 @pytest.fixture
 def registry(link: RedisLink) -> RedisRegistry:
     return RedisRegistry(link=link, retention_s=30.0)
+
+
+@pytest.fixture
+def source(deployment: RedisHarness, link: RedisLink) -> RedisSource:
+    settings = replace(deployment.settings, node_id="aggregator", retention_s=30.0)
+    return RedisSource(link=link, settings=settings)
+
+
+async def age_store(deployment: RedisHarness, source: RedisSource) -> None:
+    """Let the store be old enough to know what does not exist."""
+    await source.overdue()
+    await deployment.client.hset(deployment.key(STORE), "ms", 1)
 
 
 async def test_a_request_is_registered_once(registry: RedisRegistry) -> None:
@@ -86,41 +100,41 @@ async def test_a_registration_whose_reply_was_lost_was_new(deployment: RedisHarn
         await link.close()
 
 
-async def test_the_record_is_found_unchanged(registry: RedisRegistry) -> None:
+async def test_the_record_is_found_unchanged(registry: RedisRegistry, source: RedisSource) -> None:
     """An aggregator that takes over would wait for other questions, or for another time."""
-    assert await registry.find("r") is None
     record = make_record("r", "d", 5_000, 7_000)
     await registry.register(record)
     await asyncio.sleep(0.02)
-    found = await registry.find("r")
+    found = await source.find("r")
     assert found is not None
     assert found.record == record
     assert 15 <= found.age_ms < 5_000
 
 
-async def test_a_damaged_record_is_told(deployment: RedisHarness, registry: RedisRegistry) -> None:
+async def test_a_damaged_record_is_told(deployment: RedisHarness, registry: RedisRegistry, source: RedisSource) -> None:
     """A crash of the aggregator would repeat at every start."""
     await registry.register(make_record())
     await deployment.client.hset(deployment.key(REQUEST, "r"), "e", b"\xff")
     with pytest.raises(InvalidRequestError):
-        await registry.find("r")
+        await source.find("r")
 
 
-async def test_unfinished_requests_come_by_deadline(deployment: RedisHarness, registry: RedisRegistry) -> None:
+async def test_unfinished_requests_come_by_deadline(
+    deployment: RedisHarness, registry: RedisRegistry, source: RedisSource
+) -> None:
     """After a restart of the aggregator nobody would time out what was running, or look at it in time."""
     await registry.register(make_record("late", "d", 60_000))
     await registry.register(make_record("soon", "d", 90_000, 1))
-    await registry.register(make_record("gone", "d", 30_000))
+    await registry.register(make_record("gone", "d", 1))
     await registry.register(make_record("done", "d", 1))
-    await registry.complete("done")
+    await source.complete("done")
     await deployment.client.delete(deployment.key(REQUEST, "gone"))
     await asyncio.sleep(0.01)
-    assert await registry.unfinished(overdue_only=True) == ["soon"]
-    assert await registry.unfinished() == ["soon", "late"]
-    assert await deployment.client.zcard(deployment.key(DEADLINES)) == 2
+    assert await source.overdue() == ["soon"]
+    assert await deployment.client.zrange(deployment.key(DEADLINES), 0, -1) == [b"soon", b"late"]
 
 
-async def test_a_full_registry_refuses(link: RedisLink) -> None:
+async def test_a_full_registry_refuses(link: RedisLink, source: RedisSource) -> None:
     """Running requests would grow without bound; those known already must still be joined."""
     registry = RedisRegistry(link=link, max_requests=1)
     await registry.register(make_record("one"))
@@ -128,52 +142,60 @@ async def test_a_full_registry_refuses(link: RedisLink) -> None:
         await registry.register(make_record("two"))
     assert refused.value.retry_after_s > 0
     assert not await registry.register(make_record("one"))
-    await registry.complete("one")
+    await source.complete("one")
     assert await registry.register(make_record("two"))
 
 
-async def test_a_completed_request_is_kept_for_its_time(deployment: RedisHarness, registry: RedisRegistry) -> None:
+async def test_a_completed_request_is_kept_for_its_time(
+    deployment: RedisHarness, registry: RedisRegistry, source: RedisSource
+) -> None:
     """A retry after completion would run the request again; or its traces would stay for ever."""
     await registry.register(make_record())
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease))
-    await registry.complete("r")
+    await commit(ends.node, lease, outcome(lease))
+    await source.complete("r")
     assert await registry.lookup("r", "d")
     for kind in (REQUEST, QUESTIONS, EVENTS):
         assert 29_000 < await deployment.client.pttl(deployment.key(kind, "r")) <= 30_000
 
 
-async def test_an_id_is_free_after_withdrawal(deployment: RedisHarness, registry: RedisRegistry) -> None:
+async def test_an_id_is_free_after_withdrawal(
+    deployment: RedisHarness, registry: RedisRegistry, source: RedisSource
+) -> None:
     """A failed submit would block its id, leave questions running, or answer its retry with an earlier outcome."""
     ends = await deployment.create(num_channels=1)
     await registry.register(make_record())
     for index in range(3):
-        await ends.router.publish(make_item(index))
+        await publish(ends.router, make_item(index))
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease))
+    await commit(ends.node, lease, outcome(lease))
     [held] = await ends.node.lease(1, 0)
     await registry.withdraw("r")
     assert await ends.node.cancellations(0) == [held.item.key]
     assert await ends.router.depths() == [0]
-    assert await registry.find("r") is None
-    assert await registry.unfinished() == []
+    await age_store(deployment, source)
+    assert await source.find("r") is None
+    assert await deployment.client.zcard(deployment.key(DEADLINES)) == 0
     assert await registry.register(make_record(digest="other"))
-    await ends.router.publish(make_item(0))
+    await publish(ends.router, make_item(0))
     assert keys(await ends.node.lease(1, 0)) == [("r", 0)]
 
 
-async def test_a_new_request_finds_no_outcome_under_its_id(deployment: RedisHarness, registry: RedisRegistry) -> None:
+async def test_a_new_request_finds_no_outcome_under_its_id(
+    deployment: RedisHarness, registry: RedisRegistry, source: RedisSource
+) -> None:
     """An id used again after its time would be answered with what an earlier request got."""
     ends = await deployment.create(num_channels=1)
     await registry.register(make_record())
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease, "earlier"))
+    await commit(ends.node, lease, outcome(lease, "earlier"))
     await ends.results.read(10, 0)
     await deployment.client.delete(deployment.key(REQUEST, "r"))
     assert await registry.register(make_record())
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     assert keys(await ends.node.lease(1, 0)) == [("r", 0)]
-    assert await ends.results.history("r") == []
+    found = await source.find("r")
+    assert found is not None and found.events == ()

@@ -11,21 +11,21 @@ from dataclasses import replace
 import pytest
 
 from common.codec import seal
-from common.errors import ConfigError, InvariantError, OutOfMemoryError
-from common.ports import CommitState
+from common.errors import ConfigError, OutOfMemoryError
+from common.ports import Report, ReportState, ResultStream
 from common.redis_keys import (
-    ACTIVE,
     DEAD_LETTERS,
+    LEASED,
     NODES,
     NOTICES,
     ORDER,
     QUESTIONS,
-    READER,
+    READERS,
     RESULTS,
-    RESULTS_BELL,
-    RESULTS_GROUP,
+    WAITING,
     WORK_BELL,
     WORK_GROUP,
+    KeyKind,
     RedisKeys,
 )
 from common.redis_settings import RedisTransportSettings
@@ -34,7 +34,6 @@ from common.types import ChannelResult, FinishReason
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.transport_suite import (
     LONG_S,
-    SHORT_S,
     TransportHarness,
     TransportSuite,
     delta,
@@ -43,6 +42,7 @@ from tests.contract.transport_suite import (
     outcome,
     started,
 )
+from tests.work_calls import commit, emit, hand_back, publish, renew
 
 pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]
 
@@ -62,7 +62,7 @@ async def pending(deployment: RedisHarness, channel_id: int = 0) -> list[tuple[s
     return [(row["consumer"].decode(), row["times_delivered"]) for row in rows]
 
 
-async def read_all(results: RedisTransport) -> list[object]:
+async def read_all(results: ResultStream) -> list[object]:
     read: list[object] = []
     while events := await results.read(7, 0):
         read += events
@@ -75,53 +75,53 @@ async def read_all(results: RedisTransport) -> list[object]:
 async def test_a_stale_renewal_does_not_steal_the_item_back(deployment: RedisHarness) -> None:
     """Plain XCLAIM would give the entry to whoever asks."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lost] = await ends.node.lease(1, 0)
     await deployment.expire_leases()
     [held] = await ends.other_node.lease(1, 0)
     before = await pending(deployment)
-    assert not await ends.node.renew(lost)
+    assert not await renew(ends.node, lost)
     assert await pending(deployment) == before
     assert before[0][0].startswith("other-node/")
-    assert await ends.other_node.commit(held, outcome(held)) is CommitState.COMMITTED
+    assert await commit(ends.other_node, held, outcome(held)) is ReportState.COMMITTED
 
 
 async def test_renewals_are_no_deliveries(deployment: RedisHarness) -> None:
     """Long answers would be counted towards the dead letters, and their commit refused."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     for _ in range(5):
-        assert await ends.node.renew(lease)
+        assert await renew(ends.node, lease)
     assert [count for _, count in await pending(deployment)] == [1]
-    assert await ends.node.commit(lease, outcome(lease)) is CommitState.COMMITTED
+    assert await commit(ends.node, lease, outcome(lease)) is ReportState.COMMITTED
 
 
 @pytest.mark.parametrize("how", ["expired", "handed back"])
 async def test_fencing_needs_no_state_beside_the_stream(deployment: RedisHarness, how: str) -> None:
     """A former holder would pass for the new one once the question's state has expired."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [former] = await ends.node.lease(1, 0)
     if how == "expired":
         await deployment.expire_leases()
         [lease] = await ends.node.lease(1, 0)
     else:
-        await ends.node.hand_back(former)
+        await hand_back(ends.node, former)
         [lease] = await ends.other_node.lease(1, 0)
     await deployment.client.delete(deployment.key(QUESTIONS, "r"))
-    assert not await ends.node.renew(former)
-    assert await ends.node.commit(former, outcome(former, "former")) is CommitState.STALE
+    assert not await renew(ends.node, former)
+    assert await commit(ends.node, former, outcome(former, "former")) is ReportState.STALE
     holder = ends.node if how == "expired" else ends.other_node
-    assert await holder.commit(lease, outcome(lease)) is CommitState.COMMITTED
+    assert await commit(holder, lease, outcome(lease)) is ReportState.COMMITTED
     assert await ends.results.read(10, 0) == [outcome(lease)]
 
 
 async def test_nodes_share_a_busy_channel(deployment: RedisHarness) -> None:
     """A hot channel would be served by one node while the others idle."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item(0))
-    await ends.router.publish(make_item(1))
+    await publish(ends.router, make_item(0))
+    await publish(ends.router, make_item(1))
     assert keys(await ends.node.lease(8, 0)) == [("r", 0)]
     assert keys(await ends.other_node.lease(8, 0)) == [("r", 1)]
 
@@ -129,7 +129,7 @@ async def test_nodes_share_a_busy_channel(deployment: RedisHarness) -> None:
 async def test_what_is_published_before_the_first_node_is_delivered(deployment: RedisHarness) -> None:
     """A group made at the end of its stream never sees the entries before it."""
     router = await deployment.join("router")
-    await router.publish(make_item(0))
+    await publish(router, make_item(0))
     await deployment.client.xgroup_destroy(deployment.work(0), WORK_GROUP)
     node = await deployment.join("node")
     assert keys(await node.lease(1, 0)) == [("r", 0)]
@@ -139,7 +139,7 @@ async def test_a_waiting_lease_sees_another_one_run_out(deployment: RedisHarness
     """Work of a dead node would lie there until something else happens."""
     deployment.settings = replace(deployment.settings, lease_timeout_s=0.1)
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     await ends.node.lease(1, 0)
     [again] = await asyncio.wait_for(ends.other_node.lease(1, LONG_S), 5)
     assert again.attempt == 2
@@ -148,31 +148,18 @@ async def test_a_waiting_lease_sees_another_one_run_out(deployment: RedisHarness
 async def test_a_trace_travels_with_the_item(deployment: RedisHarness) -> None:
     """A trace would end at Redis."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    router = await deployment.join("router", current_trace=lambda: trace)
+    router = await deployment.join("router", trace_of=lambda item: trace)
     node = await deployment.join("node")
-    await router.publish(make_item())
+    await publish(router, make_item())
     [lease] = await node.lease(1, 0)
     assert lease.trace == trace
-
-
-@pytest.mark.parametrize("change", [{"question_index": 1}, {"request_id": "other"}, {"attempt": 2}])
-async def test_a_lease_reports_only_about_its_own_question(deployment: RedisHarness, change: dict[str, object]) -> None:
-    """A mixed-up node would answer one question with another's text."""
-    ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
-    [lease] = await ends.node.lease(1, 0)
-    with pytest.raises(InvariantError):
-        await ends.node.emit(lease, replace(delta(lease), **change))
-    with pytest.raises(InvariantError):
-        await ends.node.commit(lease, replace(outcome(lease), **change))
-    assert await ends.results.read(1, 0) == []
 
 
 async def test_an_interrupted_lease_is_handed_back(deployment: RedisHarness) -> None:
     """A lease granted to a caller that is gone would hold up its channel until it runs out."""
     ends = await deployment.create(num_channels=1)
     for num_turns in range(25):
-        await ends.router.publish(make_item(num_turns))
+        await publish(ends.router, make_item(num_turns))
         interrupted = asyncio.create_task(ends.node.lease(1, 0))
         for _ in range(num_turns):
             await asyncio.sleep(0)
@@ -182,7 +169,7 @@ async def test_an_interrupted_lease_is_handed_back(deployment: RedisHarness) -> 
         [lease] = leases or await ends.other_node.lease(1, 0)
         assert lease.attempt == 1
         node = ends.node if leases else ends.other_node
-        assert await node.commit(lease, outcome(lease)) is CommitState.COMMITTED
+        assert await commit(node, lease, outcome(lease)) is ReportState.COMMITTED
 
 
 # ---- dead letters, dead nodes
@@ -200,8 +187,8 @@ async def test_a_question_that_kills_its_nodes_is_set_aside(deployment: RedisHar
     """It would kill one node after the other, and everything behind it would starve."""
     deployment.settings = replace(deployment.settings, max_deliveries=3)
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item(0))
-    await ends.router.publish(make_item(1))
+    await publish(ends.router, make_item(0))
+    await publish(ends.router, make_item(1))
     await lose(deployment, ends.node, 3)
     if finder == "sweep":
         await ends.other_node._upkeep.sweep()
@@ -232,8 +219,8 @@ async def test_what_cannot_be_read_is_set_aside_as_it_is(deployment: RedisHarnes
     """A foreign entry would be delivered for ever, or crash its reader, or answer another question."""
     ends = await deployment.create(num_channels=1)
     await deployment.client.xadd(deployment.work(0), fields)
-    await deployment.client.sadd(deployment.key(ACTIVE), 0)
-    await ends.router.publish(make_item(7))
+    await deployment.client.zadd(deployment.key(WAITING), {0: 0})
+    await publish(ends.router, make_item(7))
     assert keys(await ends.node.lease(1, 0) or await ends.node.lease(1, 0)) == [("r", 7)]
     [(_, letter)] = await deployment.client.xrange(deployment.key(DEAD_LETTERS))
     assert fields.items() <= letter.items()
@@ -247,11 +234,11 @@ async def test_what_cannot_be_read_is_set_aside_as_it_is(deployment: RedisHarnes
 async def test_an_event_that_cannot_be_read_is_set_aside(deployment: RedisHarness) -> None:
     """The aggregator would read it for ever, and nothing behind it."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     for envelope in (b"garbage\xff", seal(make_item())):
         await deployment.client.xadd(deployment.key(RESULTS), {b"e": envelope})
-    await ends.node.commit(lease, outcome(lease))
+    await commit(ends.node, lease, outcome(lease))
     assert await ends.results.read(10, 0) == [outcome(lease)]
     assert await deployment.client.xlen(deployment.key(DEAD_LETTERS)) == 2
 
@@ -259,15 +246,15 @@ async def test_an_event_that_cannot_be_read_is_set_aside(deployment: RedisHarnes
 async def test_a_silent_node_loses_its_leases_at_once(deployment: RedisHarness) -> None:
     """After a crash its questions would wait for the whole lease; its consumer would stay for ever."""
     ends = await deployment.create(num_channels=2)
-    await ends.router.publish(make_item(0, 0))
-    await ends.router.publish(make_item(1, 1))
+    await publish(ends.router, make_item(0, 0))
+    await publish(ends.router, make_item(1, 1))
     [first, second] = await ends.node.lease(2, 0)
     waiting = asyncio.create_task(ends.other_node.lease(2, LONG_S))
     await deployment.settle()
     await deployment.client.zadd(deployment.key(NODES), {first.lease_id.split(" ")[1].rpartition("/")[0]: 1})
     await ends.other_node._upkeep.beat()
     assert [lease.attempt for lease in await asyncio.wait_for(waiting, 5)] == [2, 2]
-    assert await ends.node.commit(second, outcome(second)) is CommitState.STALE
+    assert await commit(ends.node, second, outcome(second)) is ReportState.STALE
     consumers = await deployment.client.xinfo_consumers(deployment.work(0), WORK_GROUP)
     assert {info["name"].partition(b"/")[0] for info in consumers} == {b"~", b"other-node"}
 
@@ -276,11 +263,11 @@ async def test_consumers_do_not_accumulate(deployment: RedisHarness) -> None:
     """Every restart would leave a consumer behind; removing one that holds entries would lose them."""
     ends = await deployment.create(num_channels=2)
     for restart in range(20):
-        await ends.router.publish(make_item(restart, restart % 2))
+        await publish(ends.router, make_item(restart, restart % 2))
         node = await deployment.join("worker")
         [lease] = await node.lease(1, 0)
         if restart % 5:
-            await node.commit(lease, outcome(lease))
+            await commit(node, lease, outcome(lease))
             await node.close()
         else:
             deployment.abandon(node)
@@ -292,10 +279,33 @@ async def test_consumers_do_not_accumulate(deployment: RedisHarness) -> None:
         assert len(await deployment.client.xinfo_consumers(deployment.work(channel_id), WORK_GROUP)) <= 3
 
 
+@pytest.mark.parametrize("index", [WAITING, LEASED])
+async def test_what_the_store_knows_by_heart_is_only_a_help(deployment: RedisHarness, index: KeyKind) -> None:
+    """Items would lie there for ever once the notes about them are lost, or were never made by an earlier version."""
+    ends = await deployment.create(num_channels=3)
+    for number in range(3):
+        await publish(ends.router, make_item(number, number))
+    await ends.node.lease(1, 0)
+    await deployment.client.delete(deployment.key(index))
+    await deployment.expire_leases()
+    await ends.other_node._upkeep.sweep()
+    assert keys(await ends.other_node.lease(8, 0)) == [("r", 0), ("r", 1), ("r", 2)]
+
+
+async def test_a_lost_group_gives_back_what_was_leased(deployment: RedisHarness) -> None:
+    """Items whose holders were forgotten with the group would wait for the next sweep, or be lost."""
+    ends = await deployment.create(num_channels=1)
+    await publish(ends.router, make_item())
+    await ends.node.lease(1, 0)
+    await deployment.client.xgroup_destroy(deployment.work(0), WORK_GROUP)
+    await deployment.expire_leases()
+    assert keys(await ends.other_node.lease(1, 0)) == [("r", 0)]
+
+
 async def test_consumers_nobody_remembers_are_removed(deployment: RedisHarness) -> None:
     """After a day without any node, nobody would know whom to bury."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     await ends.node.lease(1, 0)
     await deployment.client.delete(deployment.key(NODES))
     await deployment.expire_leases()
@@ -312,95 +322,47 @@ async def test_consumers_nobody_remembers_are_removed(deployment: RedisHarness) 
 async def test_a_question_that_has_its_outcome_is_not_run_again(deployment: RedisHarness) -> None:
     """A publication repeated after a lost reply would compute the answer twice."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease))
-    await ends.router.publish(make_item(time_budget_ms=77))
+    await commit(ends.node, lease, outcome(lease))
+    await publish(ends.router, make_item(time_budget_ms=77))
     assert await ends.router.depths() == [0]
     assert await ends.results.read(10, 0) == [outcome(lease)]
     assert await ends.results.read(10, 0) == []
     assert await ends.router.lost([("r", 0)]) == [("r", 0)]
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     assert await ends.results.read(10, 0) == [outcome(lease)]
 
 
 async def test_another_question_under_a_used_id_is_run(deployment: RedisHarness) -> None:
     """It would be given the answer of an earlier question: somebody else's text."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease, "earlier"))
+    await commit(ends.node, lease, outcome(lease, "earlier"))
     await ends.results.read(10, 0)
     other = make_item(tenant="another")
-    await ends.router.publish(other)
+    await publish(ends.router, other)
     [lease] = await ends.node.lease(1, 0)
     assert lease.item == other
-    assert await ends.node.commit(lease, outcome(lease, "later")) is CommitState.COMMITTED
+    assert await commit(ends.node, lease, outcome(lease, "later")) is ReportState.COMMITTED
     assert await ends.results.read(10, 0) == [outcome(lease, "later")]
 
 
-async def test_events_not_acknowledged_come_again_after_a_crash(deployment: RedisHarness) -> None:
-    """What a crashed aggregator had read but not worked off would be lost, or come after newer events."""
-    ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
-    [lease] = await ends.node.lease(1, 0)
-    sent = [started(lease), *(delta(lease, seq) for seq in range(4))]
-    for event in sent[:4]:
-        await ends.node.emit(lease, event)
-    assert await ends.results.read(2, 0) == sent[:2]
-    assert await ends.results.read(2, 0) == sent[2:4]
-    await ends.node.emit(lease, sent[4])
-    successor = await deployment.join("aggregator")
-    assert await read_all(successor) == sent[2:]
-    consumers = await deployment.client.xinfo_consumers(deployment.key(RESULTS), RESULTS_GROUP)
-    assert [info["pending"] for info in consumers if info["pending"]] == []
-    assert await deployment.client.xlen(deployment.key(RESULTS)) == 0
-
-
-async def test_one_reader_at_a_time(deployment: RedisHarness) -> None:
-    """Two aggregators would each get every second piece of a text."""
-    ends = await deployment.create(num_channels=1)
-    standby = await deployment.join("standby")
-    await ends.router.publish(make_item())
-    [lease] = await ends.node.lease(1, 0)
-    assert await ends.results.read(1, 0) == []
-    await ends.node.emit(lease, started(lease))
-    assert await standby.read(10, 0) == []
-    assert await ends.results.read(10, 0) == [started(lease)]
-    await deployment.client.delete(deployment.key(READER))
-    assert await standby.read(10, 0) == [started(lease)]
-    assert await ends.results.read(10, 0) == []
-
-
-async def test_a_request_can_be_told_from_the_start(deployment: RedisHarness) -> None:
-    """An aggregator that starts anew would know nothing of what was read before."""
-    ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
-    [lease] = await ends.node.lease(1, 0)
-    sent = [started(lease), delta(lease, 0), outcome(lease)]
-    await ends.node.emit(lease, sent[0])
-    await ends.node.emit(lease, sent[1])
-    await read_all(ends.results)
-    await ends.node.commit(lease, sent[2])
-    assert await ends.results.history("r") == sent
-    assert await ends.results.history("unknown") == []
-
-
-async def test_a_full_event_stream_makes_nodes_wait(deployment: RedisHarness) -> None:
+async def test_a_full_event_stream_takes_outcomes_only(deployment: RedisHarness) -> None:
     """A slow aggregator would fill the server, or lose text; an outcome must not wait."""
     deployment.settings = replace(deployment.settings, max_events=2)
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     for event in (started(lease), delta(lease, 0)):
-        await ends.node.emit(lease, event)
-    blocked = asyncio.create_task(ends.node.emit(lease, delta(lease, 1)))
-    await deployment.settle()
-    assert not blocked.done()
+        await emit(ends.node, lease, event)
+    more = Report(lease=lease, events=(delta(lease, 1),))
+    assert await ends.node.report([more]) == [ReportState.FULL]
     assert await ends.results.read(2, 0) == [started(lease), delta(lease, 0)]
-    assert await ends.results.read(1, SHORT_S) in ([], [delta(lease, 1)])
-    assert await asyncio.wait_for(blocked, 5)
-    assert await ends.node.commit(lease, outcome(lease)) is CommitState.COMMITTED
+    assert await ends.results.read(1, 0) == []
+    assert await ends.node.report([more]) == [ReportState.HELD]
+    assert await commit(ends.node, lease, outcome(lease)) is ReportState.COMMITTED
 
 
 # ---- what is lost
@@ -410,9 +372,9 @@ async def test_lost_questions_are_named(deployment: RedisHarness) -> None:
     """A client would wait in vain for what a flush took away."""
     ends = await deployment.create(num_channels=1)
     for index in range(3):
-        await ends.router.publish(make_item(index))
+        await publish(ends.router, make_item(index))
     [lease] = await ends.node.lease(1, 0)
-    await ends.node.commit(lease, outcome(lease))
+    await commit(ends.node, lease, outcome(lease))
     everything = [("r", 0), ("r", 1), ("r", 2)]
     assert await ends.router.lost(everything) == []
     assert await ends.router.lost([]) == []
@@ -427,7 +389,7 @@ async def test_entries_deleted_by_others_are_counted(deployment: RedisHarness) -
     """An operator would not learn that somebody trims the streams, and the entry would stay pending for ever."""
     deployment.settings = replace(deployment.settings, lease_timeout_s=0.05)
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item(0))
+    await publish(ends.router, make_item(0))
     await ends.node.lease(1, 0)
     await deployment.client.xtrim(deployment.work(0), maxlen=0)
     await asyncio.sleep(0.06)
@@ -440,14 +402,14 @@ async def test_entries_deleted_by_others_are_counted(deployment: RedisHarness) -
 async def test_an_answer_survives_the_loss_of_its_bookkeeping(deployment: RedisHarness, loss: str) -> None:
     """A finished answer would be thrown away although nobody else works on the question."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     if loss == "group":
         await deployment.client.xgroup_destroy(deployment.work(0), WORK_GROUP)
     else:
         await deployment.client.delete(deployment.work(0))
-    assert await ends.node.commit(lease, outcome(lease)) is CommitState.COMMITTED
-    assert await ends.node.commit(lease, outcome(lease)) is CommitState.ALREADY_COMMITTED
+    assert await commit(ends.node, lease, outcome(lease)) is ReportState.COMMITTED
+    assert await commit(ends.node, lease, outcome(lease)) is ReportState.ALREADY_COMMITTED
     assert await ends.other_node.lease(1, 0) == []
     assert await ends.results.read(10, 0) == [outcome(lease)]
 
@@ -461,20 +423,19 @@ async def test_memory_returns_to_its_base(deployment: RedisHarness) -> None:
     ends = await deployment.create(num_channels=4)
     for first in range(0, 1000, 100):
         items = [make_item(i, i % 4, request_id=f"r{i}", time_budget_ms=1) for i in range(first, first + 100)]
-        await asyncio.gather(*(ends.router.publish(item) for item in items))
+        await ends.router.publish(items)
         await ends.router.cancel(items[3].request_id)
         done = 0
         while leases := await ends.node.lease(4, 0):
-            await asyncio.gather(*(ends.node.emit(lease, started(lease)) for lease in leases))
-            await asyncio.gather(*(ends.node.commit(lease, outcome(lease)) for lease in leases))
+            await ends.node.report([Report(lease=lease, events=(started(lease), outcome(lease))) for lease in leases])
             done += len(leases)
         assert done == 99
         assert len(await read_all(ends.results)) == 2 * 99
     await asyncio.sleep(1.15)
     names = {key.decode() async for key in deployment.client.scan_iter(match=deployment.prefix + "*", count=1000)}
-    for kind in (ORDER, NODES, WORK_BELL, RESULTS_BELL, RESULTS):
+    for kind in (ORDER, NODES, WORK_BELL, RESULTS):
         names.discard(deployment.key(kind))
-    names.discard(deployment.key(READER))
+    names.discard(deployment.key(READERS))
     withdrawn = {deployment.key(QUESTIONS, f"r{first + 3}") for first in range(0, 1000, 100)}
     assert names - withdrawn == {deployment.work(channel_id) for channel_id in range(4)}
     for name in [*names - withdrawn, deployment.key(RESULTS)]:
@@ -485,7 +446,7 @@ async def test_memory_returns_to_its_base(deployment: RedisHarness) -> None:
 async def test_notices_do_not_pile_up(deployment: RedisHarness) -> None:
     """A node that never asks for withdrawals would fill the server."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     await ends.router.cancel("r")
     notices = deployment.key(NOTICES, ends.node._consumer)
@@ -502,7 +463,7 @@ async def test_deployments_share_nothing(deployment: RedisHarness, redis_url: st
     other = RedisHarness(redis_url)
     try:
         here, there = await deployment.create(num_channels=1), await other.create(num_channels=1)
-        await here.router.publish(make_item())
+        await publish(here.router, make_item())
         assert await there.node.lease(1, 0) == []
         assert keys(await here.node.lease(1, 0)) == [("r", 0)]
     finally:
@@ -527,7 +488,7 @@ def test_impossible_settings_are_refused(change: dict[str, object]) -> None:
 async def test_a_dead_letter_keeps_the_reason(deployment: RedisHarness) -> None:
     """What killed a question could not be looked at."""
     ends = await deployment.create(num_channels=1)
-    await ends.router.publish(make_item())
+    await publish(ends.router, make_item())
     [lease] = await ends.node.lease(1, 0)
     await ends.node.dead_letter(lease, OutOfMemoryError("no memory"))
     [(_, letter)] = await deployment.client.xrange(deployment.key(DEAD_LETTERS))

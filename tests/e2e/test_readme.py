@@ -43,6 +43,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEV__CORE__MODEL_PATH", str(folder))
         patch.setenv("KEV__CORE__NUM_THREADS", "1")
+        patch.setenv("KEV__CORE__KEEP_PACKED", "false")
         yield
 
 

@@ -12,9 +12,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from aggregator_svc.servicer import AggregatorServicer
-from common.edge_errors import ServiceUnavailableError
-from common.grpc_options import TlsFiles, channel_credentials
+from common.errors import ServiceUnavailableError
+from common.grpc_options import channel_credentials
 from common.grpc_server import GrpcServer, GrpcServerSettings, Servicer
+from common.tls_files import TlsFiles
 from common.types import IsolationReport, NodeStats
 from inference_svc.servicer import InferenceServicer
 from kev.client import AsyncClient

@@ -222,7 +222,7 @@ import sys
 from kev import cli
 from kev.gateway.testing import ScriptedBackend
 
-async def open_engine(source, progress):
+async def open_engine(source, progress, telemetry):
     progress("a licence line")
     return ScriptedBackend()
 

@@ -13,8 +13,14 @@ import pytest
 
 from common import grpc_aggregator
 from common.codec import encode_query
-from common.edge_errors import MessageTooLargeError, ServiceUnavailableError
-from common.errors import DeadlineExceededError, DrainingError, InvalidRequestError, KevError
+from common.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidRequestError,
+    KevError,
+    MessageTooLargeError,
+    ServiceUnavailableError,
+)
 from common.grpc_server import GrpcServerSettings
 from common.types import FinishReason, StreamEventType
 from kev.client import AsyncClient
@@ -154,6 +160,28 @@ async def test_a_client_that_leaves_askquery_withdraws_its_request(cluster: Clus
     await until_idle(cluster.engine)
 
 
+async def test_a_retry_after_its_own_withdrawal_is_told_so(cluster: Cluster) -> None:
+    """A retry under the id of a call whose connection broke gets cancelled questions in place of answers."""
+    cluster.runner.gate.clear()
+    async with grpc.aio.insecure_channel(cluster.address("router")) as channel:
+        first = ask_query(channel, "mine")
+        await until(lambda: cluster.runner.forwards)
+        first.cancel()
+        await until(lambda: not cluster.servicers["router"]._askers)
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError, match="2 of its 2 questions were not answered") as told:
+                await ask_query(channel, "mine").read()
+            assert told.value.code() is grpc.StatusCode.ABORTED
+        cluster.runner.gate.set()
+        answers = [answer.event async for answer in ask_query(channel, "another")]
+        assert [event.result.text for event in answers if event.HasField("result")] == ["one", "two"]
+        again = [answer.event async for answer in ask_query(channel, "another")]
+        assert again == answers, "what was answered is answered again"
+    servicer = cluster.servicers["router"]
+    await until(lambda: not (servicer._askers or servicer._started or servicer._withdrawals))
+    await until_idle(cluster.engine)
+
+
 async def test_a_cancelled_ask_withdraws_its_questions(cluster: Cluster, client: AsyncClient) -> None:
     """A caller that gives up leaves its questions running."""
     cluster.runner.gate.clear()
@@ -209,16 +237,17 @@ async def test_a_stream_goes_on_after_a_restart_without_gaps_or_repeats(slow: Gu
 async def test_a_submission_whose_answer_was_lost_joins_itself(cluster: Cluster, client: AsyncClient) -> None:
     """A retry runs the same questions twice."""
     router = cluster.engine._started().router
-    submit, lost = router.submit, []
+    accept = router.accept
+    lost: list[str] = []
 
-    async def losing(spec: Any) -> str:
-        request_id = await submit(spec)
+    async def losing(spec: Any) -> bool:
+        is_new = await accept(spec)
         if not lost:
-            lost.append(request_id)
+            lost.append(spec.request_id)
             await asyncio.Event().wait()  # the answer never leaves
-        return request_id
+        return is_new
 
-    router.submit = losing  # type: ignore[method-assign]
+    router.accept = losing  # type: ignore[method-assign]
     submitting = asyncio.ensure_future(client.submit(["once"]))
     await until(lambda: lost)
     await cluster.servers["router"].kill()

@@ -18,10 +18,16 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.api_keys import ApiKeys
-from common.edge_errors import PermissionDeniedError, ServiceUnavailableError, UnauthenticatedError
-from common.errors import ConfigError, DrainingError, RequestNotFoundError
-from common.grpc_options import TlsFiles
+from common.errors import (
+    ConfigError,
+    DrainingError,
+    PermissionDeniedError,
+    RequestNotFoundError,
+    ServiceUnavailableError,
+    UnauthenticatedError,
+)
 from common.grpc_server import GrpcServer, GrpcServerSettings
+from common.tls_files import TlsFiles
 from tests.integration.grpc_cluster import Cluster, Reflected, bare_channel, open_cluster
 
 OPERATOR, ALICE, BOB = "operator-key", "alice-key", "bob-key"

@@ -60,7 +60,7 @@ async def watch_bounds(engine: AsyncEngine, seen: Counter[str]) -> None:
         channels = await engine.channels()
         seen["channel"] = max(seen["channel"], *(channel.num_queued for channel in channels))
         seen["overflow"] = max(seen["overflow"], (await engine.stats()).router.num_overflow)
-        seen["work stream"] = max(seen["work stream"], *(await engine._tiers.router._work.depths()))  # type: ignore[union-attr]
+        seen["work stream"] = max(seen["work stream"], *(await engine._tiers.router._publisher._work.depths()))  # type: ignore[union-attr]
         await asyncio.sleep(0)
 
 
@@ -198,19 +198,17 @@ async def test_a_storm_of_impatient_clients_does_not_stop_the_answers(runner: Gu
         await engine.ready()
         runner.step_s = 0.002
         answers, gave_up = 0, 0
-        loop = asyncio.get_running_loop()
-        latest = loop.time() + 20.0
 
         async def client(number: int) -> None:
             nonlocal answers, gave_up
-            while answers < 40 and loop.time() < latest:
+            while answers < 40:
                 try:
                     async with asyncio.timeout(0.3):
                         results = await engine.ask([f"client {number:03}"], timeout_ms=300)
                     answers += results[0].finish_reason is FinishReason.STOP
                 except (KevError, TimeoutError):
                     gave_up += 1
-                    await asyncio.sleep(0.05)  # or the clients alone would keep the one event loop busy
+                    await asyncio.sleep(0.005)
 
         await asyncio.gather(*(client(number) for number in range(80)))
         stats = await until_idle(engine, 5.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -17,7 +17,7 @@ from aggregator_svc.service import AggregatorService
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import load_config
-from common.errors import RequestNotFoundError
+from common.errors import StoreUnavailableError
 from common.redis_link import RedisLink
 from common.redis_registry import RedisRegistry
 from common.redis_settings import LinkSettings, RedisTransportSettings
@@ -25,13 +25,14 @@ from common.redis_source import RedisSource
 from common.redis_streams import RedisTransport
 from common.request import RequestRules, parse_request
 from common.tokenization import Detokenizer
-from common.types import FinishReason, RequestSpec, RequestState
+from common.types import FinishReason, RequestSpec, RequestState, StreamEvent, StreamEventType
 from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.worker import Worker, WorkerSettings
 from kev.testing import ScriptedNode, ScriptedRunner, byte_tokenizer
 from router_svc.service import RouterService
 from router_svc.settings import RouterSettings
 from tests.contract.redis_servers import running_server
+from tests.integration.scripted_runners import GuidedRunner
 
 CONFIG = load_config({"kev": {"router": {"max_parallel_queries": 4, "channel_pool_size": 8}}}, env={})
 TOKENIZER = byte_tokenizer()
@@ -74,20 +75,19 @@ class Deployment:
     @asynccontextmanager
     async def aggregator(self) -> AsyncIterator[AggregatorService]:
         link, transport = await self.transport("aggregator")
+        source = RedisSource(link=link, settings=transport.settings)
         service = AggregatorService(
-            results=transport,
-            work=transport,
-            clock=SystemClock(),
-            settings=AggregatorSettings(),
-            source=RedisSource(RedisRegistry(link=link), transport),
+            results=source, work=transport, clock=SystemClock(), settings=AggregatorSettings(), source=source
         )
         async with _running(service.run(), link, transport):
             yield service
 
     @asynccontextmanager
-    async def node(self, node_id: str, script: Callable[[str], str]) -> AsyncIterator[ScriptedNode]:
+    async def node(
+        self, node_id: str, script: Callable[[str], str], runner: ScriptedRunner | None = None
+    ) -> AsyncIterator[ScriptedNode]:
         link, transport = await self.transport(node_id)
-        node = ScriptedNode(CONFIG, SlowRunner(script), SystemClock())
+        node = ScriptedNode(CONFIG, runner or SlowRunner(script), SystemClock())
         settings = WorkerSettings(
             node_id=node_id,
             max_slots=4,
@@ -178,6 +178,28 @@ async def test_a_dead_nodes_questions_go_to_another(deployment: Deployment) -> N
     assert all(result.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for result in view.results)
 
 
+async def test_a_question_that_lost_two_nodes_has_its_last_try_alone(deployment: Deployment) -> None:
+    """Neighbours of a question that kills its nodes would become dead letters with it."""
+    runner = GuidedRunner(lambda q: q.upper())
+    async with deployment.aggregator() as aggregator, deployment.router() as router:
+        suspect = await router.submit(_spec(["suspect"]))
+        link, lost_node = await deployment.transport("lost")
+        for attempt in (1, 2):
+            [lease] = await lost_node.lease(1, 10)
+            assert lease.attempt == attempt
+        siblings = await router.submit(_spec([f"sibling {i}" for i in range(3)]))
+        async with deployment.node("node-a", str.upper, runner):
+            views = [await aggregator.wait(request_id, 20) for request_id in (suspect, siblings)]
+        await lost_node.close()
+        await link.close()
+    assert [result.text for view in views for result in view.results] == [
+        "SUSPECT",
+        *(f"SIBLING {i}" for i in range(3)),
+    ]
+    assert [result.attempt for view in views for result in view.results] == [3, 1, 1, 1]
+    assert {forward for forward in runner.forwards if "suspect" in forward} == {frozenset({"suspect"})}
+
+
 async def test_a_restarted_aggregator_knows_everything(deployment: Deployment) -> None:
     """Results, running requests and deadlines survive the aggregator's restart."""
     async with deployment.router() as router:
@@ -213,7 +235,8 @@ async def test_cancel_crosses_redis(deployment: Deployment) -> None:
 
 
 async def test_a_flushed_store_costs_an_attached_request_nothing(deployment: Deployment) -> None:
-    """FLUSHALL while a client waits: the router registers and publishes again what nobody has."""
+    """FLUSHALL while a client waits: the router registers and publishes again what nobody has, and nobody is told
+    meanwhile that the request does not exist."""
     async with deployment.router() as router:
         request_id = await router.submit(_spec(["a", "b", "c"]))
         async with Redis.from_url(deployment.url) as client:
@@ -221,8 +244,80 @@ async def test_a_flushed_store_costs_an_attached_request_nothing(deployment: Dep
         async with deployment.aggregator() as aggregator, deployment.node("node-a", lambda q: q * 2):
             async with asyncio.timeout(20):
                 while True:
-                    with suppress(RequestNotFoundError):
+                    with suppress(StoreUnavailableError):
                         view = await aggregator.wait(request_id, 20)
                         break
                     await asyncio.sleep(0.05)
     assert [result.text for result in view.results] == ["aa", "bb", "cc"]
+
+
+async def test_a_stream_goes_on_at_another_aggregator(deployment: Deployment) -> None:
+    """A client that resumes by its event number after a crash would miss a piece of text, or be given one twice."""
+    async with deployment.router() as router, deployment.node("node-a", lambda q: q * 100):
+        request_id = await router.submit(_spec(["ab", "cd"], max_tokens=250))
+        seen: list[StreamEvent] = []
+        while not seen or seen[-1].type is not StreamEventType.DONE:
+            async with deployment.aggregator() as aggregator:
+                await aggregator.load(request_id)
+                async with aclosing(aggregator.stream(request_id, len(seen))) as events:
+                    async for event in events:
+                        seen.append(event)
+                        if len(seen) % 25 == 0:
+                            break
+        async with deployment.aggregator() as last:
+            assert await last.poll(request_id)
+            whole = [event async for event in last.stream(request_id)]
+    assert [event.event_index for event in seen] == list(range(len(seen)))
+    assert len(seen) > 50, "the stream ended before anything was restarted"
+    assert [_told(event) for event in seen] == [_told(event) for event in whole]
+    texts = {index: "".join(e.text for e in seen if e.question_index == index) for index in (0, 1)}
+    assert texts == {0: "ab" * 100, 1: "cd" * 100}
+
+
+async def test_two_aggregators_tell_the_same(deployment: Deployment) -> None:
+    """During a rolling update a client would be told another outcome, or none, by the aggregator it comes to next."""
+    async with (
+        deployment.router() as router,
+        deployment.aggregator() as one,
+        deployment.aggregator() as other,
+    ):
+        dying = await router.submit(_spec(["nobody answers"] * 2, timeout_ms=500))
+        cancelled = await router.submit(_spec(["nobody asks"] * 2))
+        await asyncio.gather(one.load(dying), other.load(dying), one.load(cancelled), other.load(cancelled))
+        withdrawn = await asyncio.gather(one.cancel(cancelled), other.cancel(cancelled))
+        assert sum(withdrawn) == 2
+        assert await _ends_told_by(one, other, request_id=cancelled) == {FinishReason.CANCELLED}
+        assert await _ends_told_by(one, other, request_id=dying) == {FinishReason.TIMEOUT_QUEUED}
+        async with deployment.node("node-a", lambda q: q * 30):
+            running = await router.submit(_spec(["ab", "cd", "ef"], max_tokens=200))
+            assert await _ends_told_by(one, other, request_id=running) == {FinishReason.STOP}
+
+
+async def _ends_told_by(*aggregators: AggregatorService, request_id: str) -> set[FinishReason]:
+    """How the questions of a request ended, after making sure that all aggregators tell every event alike."""
+    views = await asyncio.gather(*(aggregator.wait(request_id, 20) for aggregator in aggregators))
+    logs = [[_told(event) async for event in aggregator.stream(request_id)] for aggregator in aggregators]
+    assert logs[0] == logs[1]
+    return {result.finish_reason for view in views for result in view.results}
+
+
+async def test_an_aggregator_that_dies_between_two_words_keeps_its_word(deployment: Deployment) -> None:
+    """A cancellation that was carried out would be told as a timeout by the aggregator that comes next."""
+    async with deployment.router() as router:
+        async with deployment.aggregator() as aggregator:
+            request_id = await router.submit(_spec(["a", "b"], timeout_ms=1_000))
+            assert await aggregator.cancel(request_id) == 2
+            told = await aggregator.wait(request_id, 5)
+        await asyncio.sleep(1.2)
+        async with deployment.aggregator() as successor, deployment.node("node-a", lambda q: q * 2):
+            view = await successor.wait(request_id, 5)
+            assert await successor.cancel(request_id) == 0
+    assert [(r.finish_reason, r.text, r.finished_at) for r in view.results] == [
+        (r.finish_reason, r.text, r.finished_at) for r in told.results
+    ]
+    assert {r.finish_reason for r in view.results} == {FinishReason.CANCELLED}
+
+
+def _told(event: StreamEvent) -> StreamEvent:
+    """An event as every aggregator tells it: how long a question took is measured when its outcome is read."""
+    return event if event.result is None else replace(event, result=replace(event.result, elapsed_ms=0))

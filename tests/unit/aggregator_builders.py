@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from aggregator_svc.audit import Moment
+from aggregator_svc.collector import Collector
 from common.types import (
     AggregateMode,
     ChannelDelta,
     ChannelResult,
     ChannelStarted,
+    ErrorInfo,
     FinishReason,
     IsolationLevel,
     QuestionRecord,
@@ -119,3 +121,19 @@ def read_text(events: Iterable[StreamEvent]) -> Mapping[int, str]:
 def shape(events: Iterable[StreamEvent]) -> list[tuple[str, str]]:
     """Kind and text of each event."""
     return [(str(event.type), event.text) for event in events]
+
+
+def expire(collector: Collector, now: Moment) -> tuple[ChannelResult, ...]:
+    """Settle every question that is due, where nothing competes."""
+    placeholders = collector.due(now, again_after_s=5.0)
+    for placeholder in placeholders:
+        assert collector.place(placeholder, now)
+    return placeholders
+
+
+def cancel(collector: Collector, now: Moment, error: ErrorInfo | None = None) -> tuple[ChannelResult, ...]:
+    """Cancel every open question, where nothing competes."""
+    placeholders = collector.cancelled(now, error)
+    for placeholder in placeholders:
+        assert collector.place(placeholder, now)
+    return placeholders

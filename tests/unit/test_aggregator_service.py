@@ -5,37 +5,28 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from aggregator_svc.service import AggregatorService
-from aggregator_svc.settings import AggregatorSettings
 from common.clock import ManualClock, SystemClock
 from common.errors import (
     DeadlineExceededError,
     DrainingError,
     InvalidRequestError,
-    KevError,
     QueueFullError,
     RequestConflictError,
     RequestNotFoundError,
+    StoreUnavailableError,
 )
 from common.memory import MemoryTransport
-from common.ports import Clock, Lease, RegisteredRequest
+from common.ports import Report, ReportState
 from common.types import (
     ChannelEvent,
     ChannelResult,
-    IsolationLevel,
-    Prompt,
-    QuestionRecord,
-    RequestRecord,
     RequestState,
-    SamplingParams,
     StreamEvent,
-    WorkItem,
 )
 from tests.unit.aggregator_builders import (
     channel_of,
@@ -47,66 +38,7 @@ from tests.unit.aggregator_builders import (
     shape,
     started,
 )
-
-NUM_CHANNELS = 20
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-class World:
-    """A service with its transport; the test plays router and node."""
-
-    def __init__(self, *, clock: Clock | None = None, **settings: Any) -> None:
-        self.clock = ManualClock()
-        used_clock = clock or self.clock
-        self.transport = MemoryTransport(num_channels=NUM_CHANNELS, clock=used_clock)
-        self.service = AggregatorService(
-            results=self.transport, work=self.transport, clock=used_clock, settings=AggregatorSettings(**settings)
-        )
-        self.outcomes: list[ChannelResult] = []
-        self.service.add_listener(self.outcomes.append)
-
-    async def submit(self, questions: int | list[QuestionRecord] = 1, request_id: str = "r", **changes: Any) -> None:
-        record = request(questions, request_id, **changes)
-        assert await self.service.register(record)
-        for expected in record.questions:
-            await self.transport.publish(make_item(record.request_id, expected))
-
-    async def lease(self) -> dict[int, Lease]:
-        return {lease.item.question_index: lease for lease in await self.transport.lease(NUM_CHANNELS, 0)}
-
-    async def report(self, *events: ChannelEvent) -> None:
-        """Put events into the result stream as a node without leases could not."""
-        self.transport._events.extend(events)
-        self.transport._events_changed.wake_all()
-        await settle()
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.service.run())
-        await settle()
-        try:
-            yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
-def make_item(request_id: str, expected: QuestionRecord) -> WorkItem:
-    return WorkItem(
-        request_id=request_id,
-        question_index=expected.question_index,
-        channel_id=expected.route.channel_id,
-        prompt=Prompt(ids=(1, 2, 3)),
-        num_shared=0,
-        sampling=SamplingParams(),
-        isolation=IsolationLevel.STRICT,
-        max_parallel=8,
-        time_budget_ms=expected.timeout_ms,
-    )
+from tests.unit.aggregator_world import World, settle
 
 
 @pytest.fixture
@@ -125,9 +57,8 @@ async def test_questions_are_answered_in_question_order(world: World) -> None:
     waiting = asyncio.create_task(world.service.wait("r", None))
     leases = await world.lease()
     for index in (2, 0, 1):
-        assert await world.transport.emit(leases[index], started(index))
-        assert await world.transport.emit(leases[index], delta("an", question_index=index))
-        await world.transport.commit(leases[index], outcome(f"answer {index}", index))
+        assert await world.say(leases[index], started(index), delta("an", question_index=index)) is ReportState.HELD
+        await world.say(leases[index], outcome(f"answer {index}", index))
     view = await asyncio.wait_for(waiting, 5)
     assert [result.text for result in view.results] == ["answer 0", "answer 1", "answer 2"]
     assert (view.state, view.done) == (RequestState.COMPLETE, True)
@@ -257,16 +188,14 @@ async def test_a_timeout_becomes_a_placeholder_and_ends_the_work(world: World) -
     """A caller would wait for ever, or the node go on computing for nobody."""
     await world.submit([question(0, timeout_ms=500), question(1, timeout_ms=500), question(2)])
     leases = await world.lease()
-    await world.transport.emit(leases[1], started(1))
-    await world.transport.emit(leases[1], delta("part", question_index=1))
-    await settle()
-    world.clock.advance(0.5)
+    await world.say(leases[1], started(1), delta("part", question_index=1))
+    await world.pass_s(0.5)
     view = await world.service.poll("r")
     assert [(r.finish_reason, r.text) for r in view.results] == [("timeout_queued", ""), ("timeout_running", "part")]
     await settle()
     assert sorted(await world.transport.cancellations(0)) == [("r", 0), ("r", 1)]
-    assert await world.transport.renew(leases[2])
-    await world.transport.commit(leases[2], outcome("fine", 2))
+    assert await world.transport.renew([leases[2]]) == [True]
+    await world.say(leases[2], outcome("fine", 2))
     view = await world.service.wait("r", 1)
     assert (view.state, view.results[2].text) == (RequestState.PARTIAL, "fine")
     assert len(world.outcomes) == 3
@@ -308,8 +237,9 @@ async def test_an_idle_service_does_not_poll() -> None:
 async def test_an_answer_after_its_timeout_changes_nothing(world: World) -> None:
     """A result that the caller has seen would change afterwards."""
     await world.submit([question(0, timeout_ms=500)])
-    world.clock.advance(1)
+    await world.pass_s(1)
     view = await world.service.poll("r")
+    assert view.done
     await world.report(outcome())
     assert await world.service.poll("r") == view
     assert (world.service.counters.num_late, world.service.counters.num_outcomes, len(world.outcomes)) == (1, 1, 1)
@@ -410,8 +340,7 @@ async def test_cancelling_withdraws_what_is_open(world: World) -> None:
     """Questions would run on after a cancel, or finished ones be lost."""
     await world.submit(3)
     leases = await world.lease()
-    await world.transport.commit(leases[1], outcome("b", 1))
-    await settle()
+    await world.say(leases[1], outcome("b", 1))
     assert await world.service.cancel("r") == 2
     assert sorted(await world.transport.cancellations(0)) == [("r", 0), ("r", 2)]
     assert sum(await world.transport.depths()) == 0
@@ -424,49 +353,52 @@ async def test_cancelling_withdraws_what_is_open(world: World) -> None:
         await world.service.cancel("unknown")
 
 
-class GatedWork(MemoryTransport):
-    """Work streams whose cancel waits, and may fail, like one over a network."""
-
-    def __init__(self) -> None:
-        super().__init__(num_channels=NUM_CHANNELS, clock=ManualClock())
-        self.gate = asyncio.Event()
-        self.calls: list[tuple[str, Sequence[int] | None]] = []
-        self.failure: KevError | None = None
-
-    async def cancel(self, request_id: str, question_indexes: Sequence[int] | None = None) -> None:
-        await self.gate.wait()
-        self.calls.append((request_id, question_indexes))
-        if self.failure is not None:
-            raise self.failure
+async def test_an_answer_that_came_first_is_not_cancelled(world: World) -> None:
+    """A caller would be told that an answer was withdrawn, and another one be given the answer."""
+    await world.submit(2)
+    leases = await world.lease()
+    answered = Report(lease=leases[0], events=(outcome("just in time"),))
+    await world.transport.report([answered])
+    assert await world.service.cancel("r") == 1
+    view = await world.service.poll("r")
+    assert [(r.finish_reason, r.text) for r in view.results] == [("stop", "just in time"), ("cancelled", "")]
+    assert world.service.counters.num_late == 0
 
 
-async def test_an_interrupted_cancel_is_carried_out() -> None:
-    """A client that disconnects while it cancels would leave the node computing."""
-    transport = GatedWork()
-    service = AggregatorService(results=transport, work=transport, clock=ManualClock(), settings=AggregatorSettings())
-    await service.register(request(2))
-    cancelling = asyncio.create_task(service.cancel("r"))
-    await settle()
-    cancelling.cancel()
-    await asyncio.gather(cancelling, return_exceptions=True)
-    transport.gate.set()
-    running = asyncio.create_task(service.run())
-    await settle()
-    assert transport.calls == [("r", (0, 1))]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+async def test_an_answer_that_comes_second_is_refused(world: World) -> None:
+    """The node would think that its answer counted."""
+    await world.submit()
+    leases = await world.lease()
+    assert await world.service.cancel("r") == 1
+    assert await world.say(leases[0], outcome()) is ReportState.ALREADY_COMMITTED
+    assert [r.finish_reason for r in (await world.service.poll("r")).results] == ["cancelled"]
 
 
-async def test_a_failed_withdrawal_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    """A transport that is away would break cancelling, or be asked again without pause."""
-    transport = GatedWork()
-    transport.gate.set()
-    transport.failure = QueueFullError("away", 1)
-    service = AggregatorService(results=transport, work=transport, clock=ManualClock(), settings=AggregatorSettings())
-    await service.register(request())
-    assert await service.cancel("r") == 1
-    assert len(transport.calls) == 1
-    assert "could not withdraw" in caplog.text
+class FailingResults(MemoryTransport):
+    """A result stream that cannot settle anything while it is away."""
+
+    away = True
+
+    async def settle(self, outcomes: Sequence[ChannelResult]) -> list[int]:
+        if self.away:
+            raise StoreUnavailableError("away")
+        return await super().settle(outcomes)
+
+
+async def test_a_store_that_is_away_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A cancellation would be told that nobody can keep, or a timeout be forgotten."""
+    world = World(transport=FailingResults)
+    assert isinstance(world.transport, FailingResults)
+    async with world.running():
+        await world.submit([question(0, timeout_ms=500)])
+        with pytest.raises(StoreUnavailableError):
+            await world.service.cancel("r")
+        await world.pass_s(0.5)
+        assert not (await world.service.poll("r")).done
+        assert "could not settle" in caplog.text
+        world.transport.away = False
+        await world.pass_s(5)
+        assert [r.finish_reason for r in (await world.service.poll("r")).results] == ["timeout_queued"]
 
 
 # ---- robustness
@@ -569,68 +501,3 @@ async def test_a_backlog_does_not_block_the_event_loop(world: World) -> None:
     await world.report(*(outcome(request_id="gone") for _ in range(2_000)))
     await asyncio.wait_for(ticking, 5)
     assert len({count for count in ticks if 0 < count < 2_000}) > 3
-
-
-class Elsewhere:
-    """A source of requests that were registered at another process."""
-
-    def __init__(self, record: RequestRecord, events: list[ChannelEvent], age_ms: int = 0) -> None:
-        self.found = RegisteredRequest(record=record, age_ms=age_ms)
-        self.events = events
-        self.completed: list[str] = []
-        self.num_finds = 0
-
-    async def find(self, request_id: str) -> RegisteredRequest | None:
-        self.num_finds += 1
-        return self.found if request_id == self.found.record.request_id else None
-
-    async def history(self, request_id: str) -> list[ChannelEvent]:
-        return self.events
-
-    async def overdue(self) -> list[str]:
-        return []
-
-    async def complete(self, request_id: str) -> None:
-        self.completed.append(request_id)
-
-
-async def test_a_request_registered_elsewhere_is_taken_over_with_its_past() -> None:
-    """A restarted aggregator that had lost what it knew would answer 'unknown' or start the deadlines anew."""
-    clock = ManualClock()
-    transport = MemoryTransport(num_channels=2, clock=clock)
-    record = request([question(0, timeout_ms=1_000), question(1, timeout_ms=1_000)])
-    done = outcome("ready")
-    source = Elsewhere(record, [done], age_ms=600)
-    service = AggregatorService(
-        results=transport, work=transport, clock=clock, settings=AggregatorSettings(), source=source
-    )
-    with pytest.raises(RequestNotFoundError):
-        await service.poll("somebody-else")
-    view = await service.poll(record.request_id)
-    assert [result.text for result in view.results] == ["ready"] and not view.done
-    clock.advance(0.5)
-    view = await service.poll(record.request_id)
-    assert view.done, "600 ms had passed elsewhere, 500 here: the second question's 1,000 ms are over"
-    assert source.num_finds == 2, "a request at hand is not looked up again"
-    task = asyncio.create_task(service.run())
-    while not source.completed:
-        await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait({task})
-    assert source.completed == [record.request_id]
-
-
-async def test_a_drain_leaves_requests_of_a_source_to_the_next_aggregator() -> None:
-    """Ending them as cancelled would lose questions that a node is still answering."""
-    clock = ManualClock()
-    transport = MemoryTransport(num_channels=2, clock=clock)
-    record = request([question(0, timeout_ms=1_000)])
-    service = AggregatorService(
-        results=transport, work=transport, clock=clock, settings=AggregatorSettings(), source=Elsewhere(record, [])
-    )
-    await service.load(record.request_id)
-    task = asyncio.create_task(service.run())
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.wait({task})
-    assert not (await service.poll(record.request_id)).done

@@ -25,7 +25,7 @@ from kev.live_table import ChannelTable, PlainLines, printable
 def backend(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
     backend = ScriptedBackend()
 
-    async def opened(source: cli.Source, progress: Callable[[str], None]) -> Backend:
+    async def opened(source: cli.Source, progress: Callable[[str], None], _: object = None) -> Backend:
         progress("a licence line")
         return backend
 
@@ -34,7 +34,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ScriptedBackend:
 
 
 def fail_to_open(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    async def opened(source: cli.Source, progress: Callable[[str], None]) -> Backend:
+    async def opened(source: cli.Source, progress: Callable[[str], None], _: object = None) -> Backend:
         raise error
 
     monkeypatch.setattr(cli, "open_engine", opened)
@@ -127,7 +127,7 @@ def test_an_unanswered_question_is_a_failure(
             await self.cancel(request_id)
             return request_id
 
-    async def opened(source: cli.Source, progress: Callable[[str], None]) -> Backend:
+    async def opened(source: cli.Source, progress: Callable[[str], None], _: object = None) -> Backend:
         return Cancelling(lambda text: [text] if text == "a" else silent(text))
 
     monkeypatch.setattr(cli, "open_engine", opened)

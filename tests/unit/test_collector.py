@@ -26,14 +26,17 @@ from common.types import (
     RequestState,
     Route,
     Strategy,
+    StreamEvent,
     StreamEventType,
     TokenLogprob,
     Verdict,
 )
 from tests.unit.aggregator_builders import (
+    cancel,
     channel_of,
     delta,
     deltas,
+    expire,
     moment,
     outcome,
     question,
@@ -104,10 +107,22 @@ def test_the_first_outcome_wins_and_others_are_counted() -> None:
     collector = make()
     assert collector.place(outcome("first", attempt=2), T0)
     assert not collector.place(outcome("second", attempt=1), T0)
-    assert not collector.place(outcome("first", attempt=2), T0)
+    assert not collector.place(outcome("third", attempt=2), T0)
     assert [r.text for r in collector.results()] == ["first"]
     assert collector.late == {(0, 1): 1, (0, 2): 1}
     assert [event.type for event in collector.events].count(StreamEventType.RESULT) == 1
+
+
+def test_what_is_told_twice_changes_nothing() -> None:
+    """A request taken over would count what it is told by its log and by the stream as late, or stream it twice."""
+    collector = make([question(0), question(1, timeout_ms=500)])
+    collector.place(outcome(), T0)
+    [placeholder] = expire(collector, moment(101))
+    events = list(collector.events)
+    assert not collector.place(outcome(), moment(102))
+    assert not collector.place(placeholder, moment(102))
+    assert (collector.late, list(collector.events)) == ({}, events)
+    assert collector.outcomes() == (outcome(), placeholder)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +179,8 @@ def test_a_question_that_never_ran_times_out_as_queued() -> None:
     """The caller would not learn that raising max_tokens cannot help."""
     collector = make([question(0, timeout_ms=500)])
     assert collector.next_deadline_s == 100.5
-    assert collector.expire(moment(100.4)) == ()
-    [placeholder] = collector.expire(moment(100.5))
+    assert expire(collector, moment(100.4)) == ()
+    [placeholder] = expire(collector, moment(100.5))
     [result] = collector.results()
     assert (placeholder.key, placeholder.channel_id) == (("r", 0), channel_of(0))
     assert (result.finish_reason, result.text, result.tokens, result.slot) == ("timeout_queued", "", 0, -1)
@@ -180,7 +195,7 @@ def test_a_running_question_times_out_with_its_text() -> None:
     """Text that the reader already has would be missing from the result."""
     collector = make([question(0, timeout_ms=500)])
     feed(collector, started(), *deltas("ab", "c"), now=moment(100.2))
-    collector.expire(moment(101))
+    expire(collector, moment(101))
     [result] = collector.results()
     assert (result.finish_reason, result.text, result.tokens) == ("timeout_running", "abc", 2)
     assert (result.slot, result.node_id, result.queued_ms, result.started_at) == (3, "node-1", 200, 3700.2)
@@ -193,10 +208,39 @@ def test_a_timeout_tells_of_the_newest_attempt() -> None:
     collector = make([question(0, timeout_ms=900)])
     feed(collector, started(), *deltas("a", "b"), now=moment(100.2))
     feed(collector, delta("a", attempt=2), now=moment(100.5))
-    collector.expire(moment(101))
+    expire(collector, moment(101))
     [result] = collector.results()
     assert (result.attempt, result.text, result.tokens) == (2, "ab", 1)
     assert (result.slot, result.node_id, result.queued_ms, result.started_at) == (-1, "", 500, 3700.5)
+
+
+def test_a_placeholder_is_only_proposed() -> None:
+    """An answer that was committed at the same moment would be told to some callers, and the timeout to others."""
+    collector = make([question(0, timeout_ms=500)])
+    [placeholder] = collector.due(moment(100.5), again_after_s=5)
+    assert (collector.num_done, list(collector.events)) == (0, [])
+    assert collector.place(outcome("just in time"), moment(100.6))
+    assert not collector.place(placeholder, moment(100.7))
+    assert [r.text for r in collector.results()] == ["just in time"]
+
+
+def test_a_placeholder_that_got_lost_is_proposed_again() -> None:
+    """A question whose placeholder never came back would stay open for ever."""
+    collector = make([question(0, timeout_ms=500), question(1, timeout_ms=2_000)])
+    assert len(collector.due(moment(100.5), again_after_s=5)) == 1
+    assert collector.due(moment(100.6), again_after_s=5) == ()
+    assert collector.next_deadline_s == 102
+    assert [p.question_index for p in collector.due(moment(105.5), again_after_s=5)] == [0, 1]
+
+
+def test_a_placeholder_keeps_text_that_came_before_it() -> None:
+    """Text that was on its way when the placeholder was made would be taken back from readers who have it."""
+    collector = make([question(0, timeout_ms=500)])
+    feed(collector, started(), delta("ab"))
+    [placeholder] = collector.due(moment(100.5), again_after_s=5)
+    feed(collector, delta("c", 1))
+    assert collector.place(placeholder, moment(100.6))
+    assert collector.results()[0].text == read_text(collector.events)[0] == "abc"
 
 
 def test_a_timeout_leaves_the_neighbours_alone() -> None:
@@ -204,7 +248,7 @@ def test_a_timeout_leaves_the_neighbours_alone() -> None:
     collector = make([question(0, timeout_ms=500), question(1, timeout_ms=900), question(2)])
     feed(collector, outcome("a", 0))
     assert collector.next_deadline_s == 100.9
-    collector.expire(moment(101))
+    expire(collector, moment(101))
     assert collector.next_deadline_s == 110
     feed(collector, outcome("c", 2))
     assert [(r.finish_reason, r.text) for r in collector.results()] == [
@@ -218,7 +262,7 @@ def test_a_timeout_leaves_the_neighbours_alone() -> None:
 def test_an_answer_after_its_timeout_is_late() -> None:
     """A placeholder that the caller has seen would turn into an answer."""
     collector = make([question(0, timeout_ms=500)])
-    collector.expire(moment(101))
+    expire(collector, moment(101))
     events = list(collector.events)
     assert not collector.start(started(), T0)
     assert not collector.append(delta("x"), T0)
@@ -231,7 +275,7 @@ def test_cancelling_ends_only_open_questions() -> None:
     """Answers that are there would be taken back."""
     collector = make(3)
     feed(collector, outcome("b", 1), started(2), delta("part", question_index=2))
-    placeholders = collector.cancel(T0, ErrorInfo(reason="NODE_DRAINING", message="over"))
+    placeholders = cancel(collector, T0, ErrorInfo(reason="NODE_DRAINING", message="over"))
     assert [p.question_index for p in placeholders] == [0, 2]
     assert [(r.finish_reason, r.text) for r in collector.results()] == [
         ("cancelled", ""),
@@ -239,7 +283,7 @@ def test_cancelling_ends_only_open_questions() -> None:
         ("cancelled", "part"),
     ]
     assert collector.results()[0].error == ErrorInfo(reason="NODE_DRAINING", message="over")
-    assert collector.cancel(T0) == ()
+    assert cancel(collector, T0) == ()
 
 
 # ---- streaming
@@ -477,10 +521,10 @@ def test_any_order_gives_one_outcome_and_a_true_stream(
         feed(collector, event, now=moment(now_s))
         num_outcomes += isinstance(event, ChannelResult)
         now_s += 0.001
-        num_placeholders += len(collector.expire(moment(now_s)))
+        num_placeholders += len(expire(collector, moment(now_s)))
         deadline_s = collector.next_deadline_s
         assert deadline_s is None or deadline_s > now_s
-    num_placeholders += len(collector.cancel(moment(now_s)))
+    num_placeholders += len(cancel(collector, moment(now_s)))
 
     results = collector.results()
     assert [result.question_index for result in results] == list(range(num_questions))
@@ -521,12 +565,43 @@ def test_a_neighbour_changes_nothing(data: st.DataObject, neighbour_timeout_ms: 
                 feed(collector, event, now=now)
             if step == cancel_at and with_neighbour:
                 feed(collector, outcome("", 1, finish_reason=FinishReason.CANCELLED), now=now)
-            collector.expire(now)
+            expire(collector, now)
         [result] = [result for result in collector.results() if result.question_index == 0]
         stream = [replace(event, event_index=0) for event in collector.events if event.question_index == 0]
         return result, stream
 
     assert run(with_neighbour=True) == run(with_neighbour=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_questions=st.integers(1, 3))
+def test_whoever_goes_on_with_the_log_tells_the_same(data: st.DataObject, num_questions: int) -> None:
+    """A client that resumes at another aggregator would miss events, be given some twice, or hear another outcome."""
+    questions = [question(index, timeout_ms=5) for index in range(num_questions)]
+    queues = [data.draw(attempts(index)) for index in range(num_questions)]
+    first = make(questions)
+    log: list[ChannelEvent] = []
+    while any(queues):
+        index = data.draw(st.sampled_from([index for index, queue in enumerate(queues) if queue]))
+        now = moment(100 + len(log) / 1000)
+        proposed = first.due(now, again_after_s=1) if data.draw(st.booleans()) else ()
+        for event in (*proposed, queues[index].pop(0)):
+            log.append(event)
+            feed(first, event, now=now)
+    known = data.draw(st.integers(0, len(log)))
+    read_again_from = data.draw(st.integers(0, known))
+    second = make(questions)
+    feed(second, *log[:known], now=moment(200))
+    feed(second, *log[read_again_from:], now=moment(201))
+    assert [_lasting(event) for event in second.events] == [_lasting(event) for event in first.events]
+    assert second.late == first.late or read_again_from < known
+
+
+def _lasting(event: StreamEvent) -> StreamEvent:
+    """An event without what depends on when it was read."""
+    if event.result is None:
+        return event
+    return replace(event, result=replace(event.result, elapsed_ms=0, finished_at=0.0))
 
 
 def test_a_timeout_that_the_node_noticed_first_says_why_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -17,6 +19,7 @@ from tests.chaos.proxy import (
     Fault,
     FaultProxy,
     Refuse,
+    Rewrite,
     Throttle,
 )
 
@@ -85,8 +88,12 @@ async def caller(proxy: FaultProxy) -> AsyncIterator[Caller]:
 
 
 async def settled(proxy: FaultProxy) -> None:
+    await settled_but(proxy, 0)
+
+
+async def settled_but(proxy: FaultProxy, num_open: int) -> None:
     async with asyncio.timeout(5):
-        while proxy.num_open:
+        while proxy.num_open > num_open:
             await asyncio.sleep(0.001)
 
 
@@ -186,6 +193,32 @@ async def test_blackhole_holds_back_and_then_delivers(proxy: FaultProxy, upstrea
     assert fault.num_fired == 1
 
 
+async def test_a_reply_that_says_something_else(proxy: FaultProxy, upstream: Echo, caller: Caller) -> None:
+    """A server of another version, without having one; only what it says is changed."""
+    async with proxy.broken_by(Rewrite(b"version:7", b"version:6")) as fault:
+        assert await caller.ask(b"name:a\n") == b"name:a\n"
+        assert fault.num_fired == 0
+        assert await caller.ask(b"version:7.2\n") == b"version:6.2\n"
+    assert fault.num_fired == 1
+    assert upstream.lines == [b"name:a\n", b"version:7.2\n"]
+    with pytest.raises(ValueError, match="differ in length"):
+        Rewrite(b"long", b"longer")
+
+
+async def test_a_redirected_proxy(proxy: FaultProxy, upstream: Echo, caller: Caller) -> None:
+    """After a fail-over new connections reach the successor; an old one goes on where it is."""
+    successor = Echo()
+    async with await asyncio.start_server(successor.serve, "127.0.0.1", 0) as server:
+        assert await caller.ask(b"before\n") == b"before\n"
+        proxy.redirect(server.sockets[0].getsockname()[1])
+        assert await caller.ask(b"still\n") == b"still\n"
+        again = await Caller.of(proxy)
+        assert await again.ask(b"after\n") == b"after\n"
+        await again.close()
+        await settled_but(proxy, 1)
+    assert (upstream.lines, successor.lines) == ([b"before\n", b"still\n"], [b"after\n"])
+
+
 async def test_upstream_that_is_away(upstream: Echo) -> None:
     """A server that restarts is away for a moment; the proxy must outlive it and not hang its clients."""
     server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0)
@@ -215,3 +248,16 @@ async def test_leaving_ends_every_connection(upstream: Echo) -> None:
             with pytest.raises(CUT):
                 await caller.ask(b"y\n")
             await caller.close()
+
+
+async def test_leaving_while_connections_arrive(upstream: Echo) -> None:
+    """What was being accepted at that moment is not closed by anybody, and fails whatever test runs then."""
+    async with await asyncio.start_server(upstream.serve, "127.0.0.1", 0) as server:
+        for num_turns in range(6):
+            async with FaultProxy(server.sockets[0].getsockname()[1]) as proxy:
+                probes = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(3)]
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+            for probe in probes:
+                probe.close()
+        gc.collect()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.types import FinishReason, StreamEventType
-from tests.chaos.checker import Kind, check
+from tests.chaos.checker import Kind, check, merged
 from tests.chaos.history import (
     Broken,
     Cancelled,
@@ -356,6 +357,32 @@ def test_faults_and_commits_are_counted() -> None:
     records = [Broken(fault="a", num_fired=2), Broken(fault="b", num_fired=0), Broken(fault="a", num_fired=1)]
     report = check([*records, Committed(request_id="a", question_index=0, attempt=1)])
     assert (report.num_faults, report.num_commits) == (3, 1)
+
+
+@SETTINGS
+@given(SEEDS)
+def test_rounds_judged_apart_are_judged_as_one(seed: int) -> None:
+    """A long run is judged in rounds; a figure or a violation could get lost between them."""
+    model = Model(seed)
+    first, second = model.run(), [change_request(record) for record in drop_outcomes(model.run(), model.numbers)]
+    together = merged([check(first), check(second)])
+    assert replace(together, violations=()) == replace(check([*first, *second]), violations=())
+    assert Counter(together.violations) == Counter(check([*first, *second]).violations)
+    assert merged([]) == check([])
+
+
+def change_request(record: Record) -> Record:
+    """The same in another request, of other clients and readers."""
+    changes = {"reader": "second/", "client": "second/", "request_id": "second/"}
+    own = {name: prefix + getattr(record, name) for name, prefix in changes.items() if hasattr(record, name)}
+    return replace(record, **own)  # type: ignore[arg-type]
+
+
+def test_a_history_knows_its_requests() -> None:
+    """The store's own record of a round is read by these ids."""
+    model = Model(0)
+    refused = model.submission("b", ("<0000000002>",), Phase.FAIL)
+    assert History([*model.submission("a", ("<0000000001>",), Phase.OK), *refused]).request_ids() == {"a", "b"}
 
 
 def test_history_is_written_for_reading(tmp_path: Path) -> None:

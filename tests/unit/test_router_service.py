@@ -73,6 +73,10 @@ class Registry:
         self.gate: asyncio.Event | None = None
         self.on_withdraw: Callable[[RequestRecord], None] = lambda record: None
         self.withdraw_errors: list[KevError] = []
+        self.register_errors: list[KevError] = []
+        self.lookup_errors: list[KevError] = []
+        self.lookup_gate: asyncio.Event | None = None
+        self.lookups = 0
 
     def _same(self, request_id: str, digest: str) -> bool:
         known = self.records.get(request_id)
@@ -82,12 +86,19 @@ class Registry:
 
     async def lookup(self, request_id: str, content_digest: str) -> bool:
         await asyncio.sleep(0)
+        self.lookups += 1
+        if self.lookup_gate is not None:
+            await self.lookup_gate.wait()
+        if self.lookup_errors:
+            raise self.lookup_errors.pop()
         return self._same(request_id, content_digest)
 
     async def register(self, record: RequestRecord) -> bool:
         await asyncio.sleep(0)
         if self._same(record.request_id, record.content_digest):
             return False
+        if self.register_errors:
+            raise self.register_errors.pop()
         self.records[record.request_id] = record
         self.log.append(f"register {record.request_id}")
         if self.gate is not None:
@@ -113,14 +124,20 @@ class Work:
         self.errors: list[KevError] = []
         self.gate: asyncio.Event | None = None
 
-    async def publish(self, item: WorkItem) -> None:
+    async def publish(self, items: Sequence[WorkItem]) -> list[QueueFullError | None]:
         await asyncio.sleep(0)
         if self.gate is not None:
             await self.gate.wait()
-        if self.errors:
-            raise self.errors.pop(0)
-        self.log.append(f"publish {item.request_id}/{item.question_index}")
-        self.items.append(item)
+        refusals: list[QueueFullError | None] = []
+        for item in items:
+            error = self.errors.pop(0) if self.errors else None
+            if error is not None and not isinstance(error, QueueFullError):
+                raise error
+            refusals.append(error)
+            if error is None:
+                self.log.append(f"publish {item.request_id}/{item.question_index}")
+                self.items.append(item)
+        return refusals
 
     @property
     def keys(self) -> list[Key]:
@@ -339,6 +356,60 @@ async def test_a_refusal_costs_no_tokenization() -> None:
     assert len(house.tokenizer.threads) == 2
 
 
+async def test_without_room_the_same_request_still_joins() -> None:
+    """A retry would be refused although its request runs, here or at another router; its caller would ask again."""
+    house = House(overflow_policy=OverflowPolicy.REJECT)
+    await house.router.submit(spec_of("a", 2))
+    lookups = house.registry.lookups
+    assert await house.router.submit(spec_of("a", 2)) == "a"
+    assert house.registry.lookups == lookups, "what is under way here needs no store"
+    house.registry.records["b"] = replace(house.registry.records["a"], content_digest="digest of b")
+    assert not await house.router.accept(spec_of("b"))
+    for taken in ("a", "b"):
+        with pytest.raises(RequestConflictError):
+            await house.router.submit(spec_of(taken, content_digest="other"))
+    assert (house.work.keys, house.router.stats().num_rejected) == ([("a", 0), ("a", 1)], 0)
+
+
+async def test_a_refusal_does_not_wait_for_the_store() -> None:
+    """With a slow store every refusal would hang for as long as the store does, just when the most of them are due."""
+    house = House(overflow_policy=OverflowPolicy.REJECT)
+    await house.router.submit(spec_of("a", 2))
+    house.registry.lookup_gate = asyncio.Event()
+    with pytest.raises(QueueFullError):
+        await house.router.submit(spec_of("b"))
+    house.registry.lookup_gate.set()
+    house.registry.lookup_errors = [StoreUnavailableError("away")]
+    with pytest.raises(QueueFullError):
+        await house.router.submit(spec_of("b"))
+
+
+async def test_an_acceptance_looks_nothing_up() -> None:
+    """Every submission would cost a round trip more than it needs."""
+    house = House(channel_queue_size=4)
+    assert await house.router.accept(spec_of("a"))
+    assert not await house.router.accept(spec_of("a"))
+    house.end("a")
+    assert not await house.router.accept(spec_of("a")), "its outcome is there"
+    assert (house.registry.lookups, house.work.keys, house.loads) == (0, [("a", 0)], [0, 0])
+
+
+async def test_a_new_id_is_refused_before_anything_is_spent() -> None:
+    """The cheapest refusal would depend on the size of what is refused, or not be counted."""
+    house = House(overflow_policy=OverflowPolicy.REJECT)
+    house.router.check_room()
+    await house.router.submit(spec_of("a", 2))
+    with pytest.raises(QueueFullError, match="no room for one more question"):
+        house.router.check_room()
+    assert house.router.stats().num_rejected == 1
+    house.router.begin_drain()
+    with pytest.raises(DrainingError):
+        house.router.check_room()
+    waiting = House()
+    await waiting.router.submit(spec_of("a", 2))
+    waiting.router.check_room()
+
+
 @pytest.mark.parametrize("policy", [OverflowPolicy.REJECT, OverflowPolicy.QUEUE])
 async def test_what_can_never_fit_is_a_bad_request(policy: OverflowPolicy) -> None:
     """A client would retry for ever what the pool cannot take even when idle."""
@@ -435,6 +506,42 @@ async def test_a_cancelled_submit_withdraws_and_never_runs_the_rest() -> None:
         assert sum(house.loads) == 1
 
 
+async def test_a_retry_keeps_what_its_predecessor_would_withdraw() -> None:
+    """A retry that joined would lose its request when the broken call before it is found to be gone."""
+    house = House()
+    async with house.running():
+        first = asyncio.create_task(house.router.submit(spec_of("a", 4)))
+        await turns()
+        retry = asyncio.create_task(house.router.submit(spec_of("a", 4)))
+        await turns()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        house.end("a", 0)
+        house.end("a", 1)
+        assert await retry == "a"
+        assert (house.registry.withdrawn, house.work.keys) == ([], [("a", index) for index in range(4)])
+        second = asyncio.create_task(house.router.submit(spec_of("b", 4)))
+        last = asyncio.create_task(house.router.submit(spec_of("b", 4)))
+        await turns()
+        for task in (second, last):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        assert house.registry.withdrawn == ["b"], "the last one to leave takes it along"
+
+
+async def test_a_registration_without_an_answer_is_withdrawn() -> None:
+    """The request may be registered, and its questions published, for a caller who was told that it failed."""
+    house = House()
+    house.registry.register_errors = [StoreUnavailableError("away")]
+    with pytest.raises(StoreUnavailableError):
+        await house.router.submit(spec_of("a", 2))
+    assert house.loads == [0, 0]
+    assert await house.router.accept(spec_of("a"))
+    assert house.registry.withdrawn == ["a"]
+
+
 async def test_a_cancellation_in_mid_withdrawal_is_repeated() -> None:
     """A second cancellation, or a registry that is down, would leave the request registered for ever."""
     house = House()
@@ -521,7 +628,7 @@ async def test_an_outcome_during_registration_frees_the_place() -> None:
     house.end("a", 1, FinishReason.TIMEOUT_QUEUED)
     house.registry.gate.set()
     await task
-    assert (house.work.keys, house.loads) == ([("a", 0)], [1, 0])
+    assert (house.router.channels()[0].num_queued, house.loads) == (1, [1, 0])
 
 
 async def test_a_full_transport_is_asked_again() -> None:
@@ -622,8 +729,8 @@ async def test_drain_refuses_new_and_lets_the_accepted_go_on() -> None:
 
 async def test_a_drain_that_begins_during_acceptance_refuses() -> None:
     """A request would be accepted by a router that is about to stop."""
-    house = House()
-    task = asyncio.create_task(house.router.submit(spec_of("a")))
+    house = House(max_context=20_000)
+    task = asyncio.create_task(house.router.submit(spec_of("a", texts=["x" * 10_000])))
     await asyncio.sleep(0)
     house.router.begin_drain()
     with pytest.raises(DrainingError):

@@ -14,6 +14,7 @@ from aggregator_svc.settings import AggregatorSettings
 from aggregator_svc.store import RequestStore, StoredRequest
 from common.config import load_config
 from common.errors import InvariantError, QueueFullError, RequestConflictError
+from common.types import ChannelResult
 from tests.unit.aggregator_builders import moment, outcome, question, request
 
 
@@ -25,6 +26,15 @@ def stored(request_id: str = "r", now_s: float = 100.0, timeout_ms: int = 10_000
 def finish(store: RequestStore, request_: StoredRequest, now_s: float = 100.0) -> None:
     request_.collector.place(outcome(request_id=request_.request_id), moment(now_s))
     store.finish(request_, now_s)
+
+
+def expire_all(store: RequestStore, now_s: float) -> list[tuple[StoredRequest, tuple[ChannelResult, ...]]]:
+    """Settle every question that is due, where nothing competes."""
+    due = store.due(moment(now_s), again_after_s=5)
+    for request_, placeholders in due:
+        for placeholder in placeholders:
+            assert request_.collector.place(placeholder, moment(now_s))
+    return due
 
 
 def make(max_requests: int = 10, result_ttl_s: float = 600.0) -> RequestStore:
@@ -127,10 +137,10 @@ def test_questions_expire_at_their_own_time() -> None:
     assert store.next_due_s() == 101
     seen = []
     for now_s in (100.9, 101, 102, 103):
-        expired = store.expire_questions(moment(now_s))
-        seen.append([(s.request_id, p.question_index) for s, placeholders in expired for p in placeholders])
+        due = expire_all(store, now_s)
+        seen.append([(s.request_id, p.question_index) for s, placeholders in due for p in placeholders])
     assert seen == [[], [("a", 0)], [("b", 0)], [("a", 1)]]
-    assert store.next_due_s() is None
+    assert expire_all(store, 200) == []
 
 
 def test_the_next_expiry_of_results_is_known() -> None:
@@ -139,7 +149,7 @@ def test_the_next_expiry_of_results_is_known() -> None:
     mine = stored()
     store.add(mine, 100)
     finish(store, mine)
-    store.expire_questions(moment(110))
+    expire_all(store, 110)
     assert store.next_due_s() == 105
 
 
@@ -183,7 +193,7 @@ def test_deadlines_are_kept_whatever_happens(operations: list[tuple[str, int, in
             finish(store, known, now_s)
         elif operation == "pass":
             now_s += span_ms / 1000
-            for request_, _ in store.expire_questions(moment(now_s)):
+            for request_, _ in expire_all(store, now_s):
                 if request_.collector.done:
                     store.finish(request_, now_s)
             store.drop_expired(now_s)
