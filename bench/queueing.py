@@ -6,7 +6,7 @@ time, in as many slots as it has; the oldest head goes first. A node that dies l
 noticed the questions are back at the head of their channels with one attempt more. Time is a number that jumps from
 event to event; the same seed gives the same run.
 
-Not here: what a deployment needs (``capacity``).
+Not here: what a deployment needs (``plan``).
 """
 
 from __future__ import annotations

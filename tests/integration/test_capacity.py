@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from statistics import median
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.capacity import (
-    DOCUMENT,
-    QUESTIONS_PER_MINUTE,
-    EntryBytes,
-    Inputs,
-    bytes_per_question,
-    channels_for,
-    filled,
-    joined,
-    plan,
-    scripts_per_question,
-    tables,
-)
+from bench.capacity import DOCUMENT, QUESTIONS_PER_MINUTE, filled, tables
+from bench.entries import EntryBytes
+from bench.inputs import Inputs
+from bench.plan import Plan, channels_for
 from bench.queueing import QueueSettings, erlang_c, mean_wait_s, simulate
+from bench.store_cost import answer_of, delta_of, item_of, started_of
+from bench.store_use import (
+    StoreUse,
+    bytes_per_question,
+    nodes_for,
+    processor_us,
+    questions_per_report,
+    scripts_per_question,
+)
+from common.codec import seal
+from common.ports import Lease
 
 INPUTS = Inputs()
 RATES = st.floats(1.0, 1e8)
@@ -68,7 +71,7 @@ def test_simulation_agrees_with_erlang(num_nodes: int, slots: int, busy: float) 
 @pytest.mark.parametrize("rate", QUESTIONS_PER_MINUTE[:2])
 def test_simulation_agrees_with_the_plan(rate: float) -> None:
     """The channels of the plan must let its nodes fill their slots; its waits and busy slots must come true."""
-    made = plan(rate, INPUTS)
+    made = Plan.of(rate, INPUTS)
     share = made.num_deployments
     working = made.num_nodes // share - INPUTS.spare_nodes
     reading = simulate(
@@ -141,12 +144,20 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_a_plan_by_hand() -> None:
     """One thousand questions a minute, worked out on paper."""
-    made = plan(1_000, INPUTS)
+    made, rate = Plan.of(1_000, INPUTS), 1_000 / 60
+    busy_slots = rate * 8 * 64 / 1_737
+    nodes = busy_slots / (0.75 * 8) + 1
+    together = busy_slots / nodes
     assert made.service_s == pytest.approx(8 * 64 / 1_737)
-    assert made.busy_slots == pytest.approx(1_000 / 60 * 8 * 64 / 1_737)
+    assert made.busy_slots == pytest.approx(busy_slots)
     assert (made.num_deployments, made.num_nodes, made.num_channels) == (1, 2, 12)
-    assert made.messages_per_s == pytest.approx(1_000 / 60 * (1 + 1 + 64 + 1 + 1 / 8))
-    assert made.scripts_per_s == pytest.approx(1_000 / 60 * (4 + 64 + 4 * 66 / 64 + 3 / 8))
+    assert made.messages_per_s == pytest.approx(rate * (1 + 1 + 64 + 1 + 1 / 8))
+    # Submission, every node's look and both aggregators' look by eight; a look at the end; a report for every event.
+    scripts = rate * ((1 + nodes + 2) / 8 + 1 + 66 / together) + 3 * nodes + 2 * 21 + 2 * 4
+    assert made.scripts_per_s == pytest.approx(scripts)
+    looks = 20 * made.service_s + 2
+    each_us = 68 + 15 * (66 + made.service_s / 3.75) + 2 * looks + 2 * 66 / 16 * 50
+    assert made.store_cores == pytest.approx((scripts * 118 + rate * each_us) / 1e6)
     assert made.wait_share == pytest.approx(erlang_c(8, made.busy_slots))
     assert made.first_bottleneck == "store: processor"
 
@@ -155,7 +166,7 @@ def test_a_plan_by_hand() -> None:
 @given(RATES, RATES)
 def test_more_load_never_needs_less(one: float, other: float) -> None:
     """A plan that shrinks as the load grows has a wrong sign somewhere."""
-    less, more = plan(min(one, other), INPUTS), plan(max(one, other), INPUTS)
+    less, more = Plan.of(min(one, other), INPUTS), Plan.of(max(one, other), INPUTS)
     assert less.num_nodes <= more.num_nodes
     assert less.num_deployments <= more.num_deployments
     assert less.messages_per_s <= more.messages_per_s
@@ -166,7 +177,7 @@ def test_more_load_never_needs_less(one: float, other: float) -> None:
 @given(RATES)
 def test_a_plan_keeps_every_bound(rate: float) -> None:
     """No store busier or fuller, no pool larger, no slot busier than the inputs allow."""
-    made = plan(rate, INPUTS)
+    made = Plan.of(rate, INPUTS)
     working = made.num_nodes - INPUTS.spare_nodes * made.num_deployments
     assert made.busy_slots <= working * INPUTS.slots_per_node * INPUTS.busy_share * (1 + 1e-9)
     assert made.store_cores <= made.num_deployments * INPUTS.store_busy_share * (1 + 1e-3)
@@ -178,35 +189,102 @@ def test_a_plan_keeps_every_bound(rate: float) -> None:
 
 def test_joined_deltas_unload_the_store() -> None:
     """The lever that the document recommends must be one."""
-    one, other = plan(100_000, INPUTS), plan(100_000, joined(INPUTS))
+    one, other = Plan.of(100_000, INPUTS), Plan.of(100_000, INPUTS.joined())
     assert other.num_deployments < one.num_deployments / 2
     assert other.messages_per_s < one.messages_per_s / 5
-    assert scripts_per_question(joined(INPUTS), 0.3) < scripts_per_question(INPUTS, 0.3) / 5
+    assert other.store_cores < one.store_cores / 3
 
 
 def test_another_bottleneck_is_named_when_it_is_one() -> None:
     """A bottleneck that is always the same one is not computed."""
-    assert plan(100_000, replace(INPUTS, store_gib=0.5)).first_bottleneck == "store: memory"
-    assert plan(100_000, replace(INPUTS, script_us=1.0, active_channel_us=0.0)).first_bottleneck.startswith(
-        "aggregator"
-    )
-    slow = replace(joined(INPUTS), node_tokens_per_s=0.5, script_us=1.0, active_channel_us=0.0)
-    assert plan(1_000, slow).first_bottleneck == "channels"
+    fast = replace(INPUTS, script_us=1.0, event_us=1.0, question_us=1.0, read_us=1.0)
+    assert Plan.of(100_000, replace(INPUTS, store_gib=0.5)).first_bottleneck == "store: memory"
+    assert Plan.of(100_000, fast).first_bottleneck.startswith("aggregator")
+    assert Plan.of(1_000, replace(fast.joined(), node_tokens_per_s=0.5)).first_bottleneck == "channels"
+
+
+def test_a_store_that_idles_too_busily_is_refused() -> None:
+    """No number of deployments helps against what each of them costs without any question."""
+    with pytest.raises(ValueError, match="serves no question"):
+        Plan.of(1_000, replace(INPUTS, script_us=1e5))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-3, 1e4), st.floats(1e-3, 1e4))
+def test_a_fuller_node_reports_more_at_once(one: float, other: float) -> None:
+    """Reports carry what a node runs: at least one question, at most its busy slots, more the fuller it is."""
+    less, more = (questions_per_report(rate, INPUTS) for rate in sorted((one, other)))
+    assert 1 <= less <= more <= INPUTS.busy_share * INPUTS.slots_per_node
+
+
+def test_scripts_carry_many_questions() -> None:
+    """Per question a full node needs far fewer scripts than events; an idle one needs one for each event."""
+    assert scripts_per_question(1e-3, INPUTS) == pytest.approx(INPUTS.num_events + 1 + 4 / 8, abs=0.01)
+    assert scripts_per_question(100.0, INPUTS) < INPUTS.num_events / 3
+
+
+def test_every_node_looks_when_something_comes() -> None:
+    """Twice the load of a large deployment costs its store more than twice: there are twice as many nodes to wake."""
+    one, other = StoreUse.of(1_000.0, INPUTS.joined()), StoreUse.of(2_000.0, INPUTS.joined())
+    woken = (nodes_for(2_000.0, INPUTS) - nodes_for(1_000.0, INPUTS)) / INPUTS.questions_per_request
+    assert other.cores > 2 * one.cores + 0.9 * 2_000 * woken * INPUTS.script_us / 1e6
 
 
 def test_entries_are_measured_on_real_messages() -> None:
     """Sizes from a guess would drift away from the protobuf definitions."""
     short, long = EntryBytes.encoded(replace(INPUTS, prompt_tokens=10)), EntryBytes.encoded(INPUTS)
     assert 100 < short.work < long.work < 5 * INPUTS.prompt_tokens
-    assert long.delta < EntryBytes.encoded(joined(INPUTS)).delta < long.delta + 16 * 5
+    assert long.delta < EntryBytes.encoded(INPUTS.joined()).delta < long.delta + 16 * 5
     assert long.started < long.result
 
 
-def test_bytes_agree_with_the_measured_store() -> None:
-    """``bench.store_cost`` kept 10,258 bytes for such a question, without trace, tenant and record."""
-    sizes = EntryBytes(work=545, started=77, delta=78, result=744, record=0)
-    kept = bytes_per_question(replace(INPUTS, questions_per_request=1), sizes)
-    assert kept == pytest.approx(10_258, rel=0.05)
+@dataclass(frozen=True)
+class Reading:
+    """What ``bench.store_cost`` read on 2026-11-30."""
+
+    num_together: int
+    answer_tokens: int
+    cpu_us: tuple[int, ...]
+    """With 16, 64 and 256 channels, each without and with other questions that wait."""
+    scripts: float
+    kept_bytes: int
+    """With 16 channels: a channel's first use takes memory too, once."""
+
+
+READINGS = (
+    Reading(1, 0, cpu_us=(630, 1009, 760, 892, 667, 805), scripts=5.0, kept_bytes=4_817),
+    Reading(1, 64, cpu_us=(8076, 8561, 8095, 8908, 9014, 8940), scripts=69.007, kept_bytes=9_785),
+    Reading(8, 0, cpu_us=(160, 168, 174, 145, 176, 207), scripts=0.625, kept_bytes=955),
+    Reading(8, 64, cpu_us=(2026, 2523, 2089, 1964, 2006, 2230), scripts=8.625, kept_bytes=7_996),
+)
+
+
+@pytest.mark.parametrize("reading", READINGS, ids=lambda reading: f"{reading.num_together}x{reading.answer_tokens}")
+def test_the_model_agrees_with_the_measured_store(reading: Reading) -> None:
+    """Every reading within a factor of 1.5, kinds of load within 1.2: one cost per script, one per event, one each."""
+    num_events = reading.answer_tokens + 2
+    # The trial publishes, leases and reads once for those that are together, and reports every event once.
+    scripts = (3 + num_events) / reading.num_together
+    assert scripts == pytest.approx(reading.scripts, rel=0.01)
+    predicted_us = processor_us(INPUTS, scripts=scripts, events=num_events)
+    assert all(spent_us / 1.5 < predicted_us < spent_us * 1.5 for spent_us in reading.cpu_us)
+    assert median(reading.cpu_us) / 1.2 < predicted_us < median(reading.cpu_us) * 1.2
+
+
+@pytest.mark.parametrize("reading", READINGS, ids=lambda reading: f"{reading.num_together}x{reading.answer_tokens}")
+def test_bytes_agree_with_the_measured_store(reading: Reading) -> None:
+    """Within a factor of 1.35, for the very messages of the trial, which have neither trace, tenant nor record."""
+    lease = Lease(lease_id="1-1 node", item=item_of(1_000_000, 3, 11), attempt=1, age_ms=0.0)
+    sizes = EntryBytes(
+        work=len(seal(lease.item)),
+        started=len(seal(started_of(lease))),
+        delta=len(seal(delta_of(lease, 40))),
+        result=len(seal(answer_of(lease, reading.answer_tokens))),
+        record=0,
+    )
+    of_trial = replace(INPUTS, questions_per_request=reading.num_together, answer_tokens=reading.answer_tokens)
+    kept = bytes_per_question(of_trial, sizes)
+    assert reading.kept_bytes / 1.35 < kept < reading.kept_bytes * 1.35
 
 
 # --- the document
