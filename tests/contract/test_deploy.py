@@ -533,7 +533,7 @@ def test_images_have_every_package() -> None:
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     let_in = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines and packages <= let_in
-    assert {"pyproject.toml", "constraints.txt", pyproject["project"]["readme"], "LICENSE"} <= let_in
+    assert {"pyproject.toml", "setup.py", "constraints.txt", pyproject["project"]["readme"], "LICENSE"} <= let_in
 
 
 # --- documented commands: what the reader of the documentation would let pass
