@@ -132,11 +132,13 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{shape.head_size}, {load.precision}; {load.num_channels} channels, context {load.max_context}, "
         f"{load.channel_tokens} tokens in use, {load.prefix_tokens} of them common",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(
         f"weights {sized(bill.weight_bytes)}, working memory {sized(bill.working_bytes)}, "
         f"KV {bill.position_bytes:,} bytes per token",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table("level", "kv_cache", "per channel", "common", "all KV", "in all", "fit")
     for row in bill.levels:
@@ -148,12 +150,15 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"all KV and in all: of {load.num_channels} channels; fit: channels within {sized(plan.memory_bytes)}",
         highlight=False,
+        soft_wrap=True,
     )
     element_bytes = shape.geometry(load.precision).element_bytes
     factors = (shape.num_layers, shape.hidden, load.max_context, element_bytes, load.num_channels)
     rule = article_kv_bytes(*factors)
     product = " x ".join(map(str, (2, *factors)))
-    console.print(f"if every head were a KV head: {product} = {rule:,} bytes = {sized(rule)}", highlight=False)
+    console.print(
+        f"if every head were a KV head: {product} = {rule:,} bytes = {sized(rule)}", highlight=False, soft_wrap=True
+    )
 
 
 def sized(num_bytes: int) -> str:
