@@ -20,7 +20,7 @@ help:  ## show the targets
 
 install: $(STAMP)  ## make .venv with Kev, its demo model and its tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard inference_svc/kernels/*.cpp inference_svc/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Kev needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	@echo "[1/3] virtual environment in $(VENV)"
 	@# Debian without python3-venv has no ensurepip: let the system's pip put pip in.
@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools | $(PROGRESS)
 	@echo "[3/3] Kev, the demo model and the tools"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[demo,test,dev]' | $(PROGRESS)
+	@$(BIN)/python -c 'from inference_svc.kernels.library import kernels; found = kernels(); print("  native kernels:", getattr(found, "variant", found))'
 	@touch $@
 
 demo: $(STAMP)  ## answer four kinds of question on the demo model

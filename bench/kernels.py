@@ -5,7 +5,7 @@
 Shapes are those of Gemma-3-270M: its widest layers, and the head with its search for the best token. Weights are taken
 from a pile larger than the caches, as in a real step. Kev and torch take turns; medians are shown. Wall time says what
 a user waits for; processor time what it costs, also on a machine that does other things (there, use one thread: torch's
-wait for each other at full speed).
+wait for each other at full speed). Rates are Kev's per second of processor time, so of one core.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Speed:
     kev_cpu_us: float
     torch_wall_us: float
     torch_cpu_us: float
-    gigabytes_per_s: float
+    gigabytes_per_cpu_s: float
     """Weights read by Kev."""
-    gigaops_per_s: float
+    gigaops_per_cpu_s: float
     """Multiplications and additions by Kev."""
 
 
@@ -129,8 +129,8 @@ def measure(rivals: Rivals, shape: str, precision: Precision, rows: int, seconds
         kev_cpu_us=kev[1] * 1e6,
         torch_wall_us=other[0] * 1e6,
         torch_cpu_us=other[1] * 1e6,
-        gigabytes_per_s=rivals.num_bytes / kev[0] / 1e9,
-        gigaops_per_s=2 * rows * rivals.n * rivals.k / kev[0] / 1e9,
+        gigabytes_per_cpu_s=rivals.num_bytes / kev[1] / 1e9,
+        gigaops_per_cpu_s=2 * rows * rivals.n * rivals.k / kev[1] / 1e9,
     )
 
 
@@ -178,9 +178,9 @@ def _table(speeds: list[Speed], variant: str, threads: int) -> Table:
             str(speed.rows),
             f"{speed.kev_wall_us:.0f} ({speed.kev_cpu_us:.0f})",
             f"{speed.torch_wall_us:.0f} ({speed.torch_cpu_us:.0f})",
-            f"{speed.torch_wall_us / speed.kev_wall_us:.2f}",
-            f"{speed.gigabytes_per_s:.1f}",
-            f"{speed.gigaops_per_s:.0f}",
+            f"{speed.torch_cpu_us / speed.kev_cpu_us:.2f}",
+            f"{speed.gigabytes_per_cpu_s:.1f}",
+            f"{speed.gigaops_per_cpu_s:.0f}",
         )
     return table
 

@@ -28,7 +28,7 @@ _CHANNEL_BYTES = 8
 _FLOAT_BYTES = 4
 _ROW_SCRATCH_BYTES = 2048 + 128
 """The linears' scratch per row beside the row itself in 16 bits (``linear.cpp``)."""
-_LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS = 12, 96, 512 << 10, 2 * 96 + 32 + 64
+_LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS = 12, 96, 512 << 10, 2 * 96 + 32 + 256 + 2
 """The attention's scratch per thread (``attention_block.h``)."""
 _ROUTERS = (".gate.weight", ".router.weight")
 

@@ -139,6 +139,8 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
     max_context = _max_context(config, settings.max_context)
     check_architecture(config, max_context, chosen.backend or Backend.CPU)
     fingerprint = fingerprint_of(path, chosen)
+    kernels_in_use = _library().variant if chosen.backend is Backend.NATIVE else f"torch {torch.__version__}"
+    _LOG.info("%s in %s on backend %s (%s)", config.model_type, chosen.precision, chosen.backend, kernels_in_use)
     image = _image_path(chosen, fingerprint)
     native = None if image is None else open_image(image, fingerprint)
     if native is not None and native.model.max_context >= max_context:

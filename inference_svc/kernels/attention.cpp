@@ -1,7 +1,7 @@
 // Cuts attention into blocks and hands them to the threads.
 //
-// Invariants and semantics: the cut follows the work at hand (long contexts first, smaller blocks when there are few), and may: no
-// number depends on it (attention_block.h). Every thread works in its own part of the scratch.
+// Invariants and semantics: the cut follows the work at hand (long contexts first, smaller blocks when there are few),
+// and may: no number depends on it (attention_block.h). Every thread works in its own part of the scratch.
 #include <atomic>
 
 #include "attention_block.h"
@@ -52,20 +52,17 @@ class Cut {
         index -= blocks * call_.num_kv_heads;
         continue;
       }
-      const int64_t size = units_of(segment);
-      const int64_t last = units(segment) - index / call_.num_kv_heads * size;  // the longest contexts first
-      return {&call_, &segment, index % call_.num_kv_heads, last > size ? last - size : 0, last};
+      const int64_t part = blocks - 1 - index / call_.num_kv_heads;  // the longest contexts first
+      return {&call_, &segment, index % call_.num_kv_heads, units(segment) * part / blocks,
+              units(segment) * (part + 1) / blocks};
     }
   }
 
  private:
   int64_t units(const Segment& segment) const { return segment.num_rows * (call_.num_heads / call_.num_kv_heads); }
-  int64_t units_of(const Segment& segment) const {
-    const int64_t fit = AttentionScratch::units(span(call_, segment));
-    return fit < limit_ ? fit : limit_;
-  }
   int64_t blocks_of(const Segment& segment) const {
-    return (units(segment) + units_of(segment) - 1) / units_of(segment);
+    const int64_t fit = AttentionScratch::units(span(call_, segment)), most = fit < limit_ ? fit : limit_;
+    return (units(segment) + most - 1) / most;
   }
   int64_t count_blocks() const {
     int64_t count = 0;

@@ -1,8 +1,8 @@
 // Attention with AVX-512 (F, BW, VL, DQ, BF16).
 //
-// Invariants and semantics: bfloat16 keys and values are taken in pairs by vdpbf16ps: of numbers of the head for a score (the
-// query is rounded to bfloat16), of positions 2m and 2m + 1 for an output (weights are rounded to bfloat16, and the sum they are
-// divided by is that of the rounded ones). It takes subnormal numbers as zero.
+// Invariants and semantics: bfloat16 keys and values are taken in pairs by vdpbf16ps: of numbers of the head for a
+// score (the query is rounded to bfloat16), of positions 2m and 2m + 1 for an output (weights are rounded to bfloat16,
+// and the sum they are divided by is that of the rounded ones). It takes subnormal numbers as zero.
 #include "isa.h"
 
 #if KEV_X86
@@ -56,7 +56,8 @@ struct PairCells {
     const __m512i a = numbers(rows[0] + column, count), b = numbers(rows[1] + column, count);
     // Indices a0, b0, a1, b1, ...: 0 to 31 name the numbers of a, 32 to 63 those of b.
     const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i low = _mm512_or_si512(_mm512_slli_epi32(step, 16), _mm512_or_si512(step, _mm512_set1_epi32(32 << 16)));
+    const __m512i both = _mm512_or_si512(_mm512_slli_epi32(step, 16), step);
+    const __m512i low = _mm512_add_epi32(both, _mm512_set1_epi32(32 << 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     _mm512_storeu_si512(cells, _mm512_permutex2var_epi16(a, low, b));
     _mm512_storeu_si512(cells + LANES, _mm512_permutex2var_epi16(a, high, b));

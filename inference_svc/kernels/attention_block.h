@@ -1,8 +1,8 @@
 // The unit of work of attention: some query rows of one key-value head of one question.
 //
 // Invariants and semantics: a unit `u` of a segment is the pair (row u / group, query head u % group of the key-value
-// head); later units see the same or later positions. How units are cut into blocks changes no bit of any of them: the sums of a
-// unit run in order of its own positions, whoever else is in the block.
+// head); later units see the same or later positions. How units are cut into blocks changes no bit of any of them: the
+// sums of a unit run in order of its own positions, whoever else is in the block.
 //
 // Not here: how blocks are cut and handed to threads (attention.cpp), how one is computed (attention_body.h).
 #pragma once

@@ -1,12 +1,13 @@
 // One block of attention, in lanes. Include after one of vec_*.h.
 //
-// Invariants and semantics: scores and outputs are products of small matrices whose terms are summed one by one: over the head for a
-// score, over positions for an output, each number in a lane of its own. So neither the shape of a tile nor the other
-// units change its bits. Scores of the whole visible range are kept, so the softmax knows its maximum before its first
-// exponential; exponentials are summed by (position % lanes), then across the lanes in one fixed tree.
+// Invariants and semantics: scores and outputs are products of small matrices whose terms are summed one by one: over
+// the head for a score, over positions for an output, each number in a lane of its own. So neither the shape of a tile
+// nor the other units change its bits. Scores of the whole visible range are kept, so the softmax knows its maximum
+// before its first exponential; exponentials are summed by (position % lanes), then across the lanes in one fixed tree.
 // Positions that a unit does not see may be read for a neighbour that sees them, and never enter the unit's sums.
 //
-// A `Cells` says how numbers of the arena become lanes: a cell is 32 bits, one float or two bfloat16, and PACK how many numbers it holds.
+// A `Cells` says how numbers of the arena become lanes: a cell is 32 bits, and PACK how many numbers it holds: one
+// float, or two bfloat16.
 #pragma once
 
 #include <cmath>
@@ -25,8 +26,8 @@ constexpr int64_t FETCH_AHEAD = 16;            // positions of values
 
 // c[r, j] = (KEEP ? c[r, j] : 0) + sum over i of a[r, i] . b[i, j], one i after the other; times `scale` unless KEEP.
 template <class Cells, int ROWS, int VECS, bool KEEP>
-__attribute__((noinline)) void multiply(const float* a, int64_t lda, const float* b, int64_t steps, float scale, float* c,
-                                        int64_t ldc) {
+__attribute__((noinline)) void multiply(const float* a, int64_t lda, const float* b, int64_t steps, float scale,
+                                        float* c, int64_t ldc) {
   Vec sum[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECS; ++v) sum[r][v] = KEEP ? vload(c + r * ldc + v * LANES) : vsplat(0.0f);
@@ -109,8 +110,7 @@ class BlockRun {
     in_groups<Cells::ROWS>(units_, [&](auto size, int64_t u) {
       constexpr int ROWS = decltype(size)::value;
       if (tile >= ends_[u + ROWS - 1] || tile + PANEL <= lows_[u]) return;
-      const auto product =
-          whole ? multiply<Cells, ROWS, PANEL_VECS, false> : multiply<Cells, ROWS, 1, false>;
+      const auto product = whole ? multiply<Cells, ROWS, PANEL_VECS, false> : multiply<Cells, ROWS, 1, false>;
       product(queries_ + u * head_, head_, keys_, steps_, call_.scale, scores_ + u * stride_ + tile - base_, stride_);
     });
   }
@@ -182,9 +182,9 @@ class BlockRun {
         int64_t from = rounded_up(most(tile, lows_[u + ROWS - 1]), Cells::PACK);
         int64_t to = least(stop, ends_[u]) / Cells::PACK * Cells::PACK;
         if (from >= to) from = to = stop;
-        for (int r = 0; r < ROWS; ++r) mix_one(tile, column, u + r, most(tile, lows_[u + r]), least(from, ends_[u + r]));
+        for (int64_t i = u; i < u + ROWS; ++i) mix_one(tile, column, i, most(tile, lows_[i]), least(from, ends_[i]));
         if (from < to) mix_group<ROWS>(tile, column, u, from, to);
-        for (int r = 0; r < ROWS; ++r) mix_one(tile, column, u + r, to, least(stop, ends_[u + r]));
+        for (int64_t i = u; i < u + ROWS; ++i) mix_one(tile, column, i, to, least(stop, ends_[i]));
       });
     }
   }
@@ -205,8 +205,8 @@ class BlockRun {
       Cells::put_values(rows, column, call_.head_size - column, panel(tile, column, position));
   }
 
-  // The cells of a position, PANEL columns of them. Panels lie a little more than a power of two apart: at one, they would
-  // share few sets of the cache.
+  // The cells of a position, PANEL columns of them. Panels lie a little more than a power of two apart: at one, they
+  // would share few sets of the cache.
   float* panel(int64_t tile, int64_t column, int64_t position) const {
     return values_ + (column / PANEL * (VALUE_POSITIONS / Cells::PACK + 1) + (position - tile) / Cells::PACK) * PANEL;
   }

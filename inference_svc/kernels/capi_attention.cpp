@@ -1,7 +1,7 @@
 // The C ABI of attention and of the functions of each row alone. What the calls do is said in kernels.h.
 //
-// Invariants and semantics: as capi.h: KEV_OK, or the first thing found wrong, and then nothing was done. Places and rows are
-// not checked against the arena and the tensors: their sizes are not known here.
+// Invariants and semantics: as capi.h: KEV_OK, or the first thing found wrong, and then nothing was done. Places and
+// rows are not checked against the arena and the tensors: their sizes are not known here.
 #include "capi_attention.h"
 
 using kev::Attention;
@@ -34,8 +34,8 @@ int check_call(const Attention* call) {
     return KEV_BAD_SHAPE;
   const int64_t width = call->num_heads * call->head_size;
   if (call->ldq < width || call->ldo < width) return KEV_BAD_STRIDE;
-  if (call->q == nullptr || call->keys == nullptr || call->values == nullptr || call->out == nullptr) return KEV_MISSING;
-  return KEV_OK;
+  const bool complete = call->q != nullptr && call->keys != nullptr && call->values != nullptr && call->out != nullptr;
+  return complete ? KEV_OK : KEV_MISSING;
 }
 
 bool sound(const Segment& segment) {

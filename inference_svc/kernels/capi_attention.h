@@ -1,4 +1,5 @@
-// The C ABI of attention and of the functions of each row alone, for tests and measurements: a forward calls them in C++.
+// The C ABI of attention and of the functions of each row alone, for tests and measurements: a forward calls them in
+// C++.
 #pragma once
 
 #include "capi.h"

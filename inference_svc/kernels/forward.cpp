@@ -40,8 +40,6 @@ class Buffer {
   T* data_;
 };
 
-Precision precision_of(const Weight& weight) { return static_cast<Precision>(weight.precision); }
-
 int64_t widest(const Model& model) {
   return std::max({model.hidden, model.num_heads * model.head_size, model.mlp_width});
 }

@@ -20,7 +20,8 @@ enum class Precision : int32_t { F32 = 0, BF16 = 1, I8 = 2 };
 // ---------------------------------------------------------------------------------------------------------- pool.cpp
 
 // Threads that share one piece of work at a time; the caller works too. Chunks are handed out one by one from a counter,
-// so a thread that the system put aside delays one chunk, not the whole. Workers spin briefly, then sleep.
+// so a thread that the system put aside delays one chunk, not the whole. Workers spin briefly, then sleep. Chunks run in the
+// default floating point environment, whatever the caller's is. A null pool is the calling thread alone.
 class Pool;
 
 using ChunkFn = void (*)(void* context, int64_t chunk);
@@ -42,7 +43,7 @@ inline void parallel(Pool* pool, int64_t num_chunks, F&& body) {
 
 // ------------------------------------------------------------------------------------------------------ linear_*.cpp
 
-// A weight [n, k] packed for the instruction set in use. Owned by whoever packed it.
+// A packed weight [n, k]; the same bytes serve every variant. Owned by whoever packed it.
 struct Weight {
   int64_t n;
   int64_t k;
@@ -57,7 +58,8 @@ int64_t packed_bytes(Precision precision, int64_t n, int64_t k);
 
 // Packs rows [first, first + count) of a row-major source [n, k] (F32 or BF16 elements, `stride` elements from row to row; `source` points
 // at row `first`) into `data`; may be called piece by piece with first % 16 == 0 (so that a load can stream). I8 quantizes each row
-// symmetrically: scale = max|w| / 127, round to nearest even; an all-zero row has scale 0; writes scale[first..], sums[first..].
+// symmetrically: integer = w * (127 / max|w|) to nearest even, scale = max|w| / 127; a row below 2^-100 counts as zero and has scale
+// 0; writes scale[first..], sums[first..]. The packed bytes are the same for every variant. I8: k <= 131072.
 void pack_rows(Pool* pool, Precision precision, const void* source, Precision source_type, int64_t stride, int64_t first,
                int64_t count, int64_t n, int64_t k, void* data, float* scale, int32_t* sums);
 
@@ -68,7 +70,7 @@ void unpack_row(const Weight& weight, int64_t index, float* out);
 int64_t linear_scratch_bytes(Precision precision, int64_t rows, int64_t k);
 
 // y[r, j] = sum_k x[r, k] * w[j, k] (+ bias[j]).  x: [rows, k] float, `ldx` apart; y: [rows, n] float, `ldy` apart.
-// BF16 rounds x to bfloat16 (nearest even); I8 quantizes each row of x by itself: scale = max|row| / 127; int32 sums are exact;
+// BF16 rounds x to bfloat16 (nearest even); I8 quantizes each row of x by itself, as pack_rows does; int32 sums are exact;
 // y = float(sum) * (scale_x * scale_w[j]) (+ bias). A row with NaN or infinity gives NaN outputs, for that row alone.
 // rows may be 0. `scratch` holds linear_scratch_bytes, 64-byte aligned.
 void linear(Pool* pool, const Weight& weight, const float* x, int64_t rows, int64_t ldx, const float* bias, float* y,

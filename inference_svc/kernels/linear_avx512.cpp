@@ -26,6 +26,7 @@ inline void put(const Panels& job, __m512 y, int64_t row, int64_t panel, __mmask
   _mm512_mask_storeu_ps(job.y + row * job.ldy + (output - job.first_output), lanes, y);
 }
 
+// FETCHING_ROWS: from so many rows on, fetching the next panels pays (measured on Zen 4).
 struct FloatStep {
   using Sum = __m512;
   static constexpr int MAX_ROWS = 6;
@@ -37,6 +38,7 @@ struct FloatStep {
 };
 
 struct F32Step : FloatStep {
+  static constexpr int FETCHING_ROWS = MAX_ROWS + 1;
   using Weights = __m512;
   using Values = __m512;
   static Weights load(const unsigned char* w) { return _mm512_load_ps(w); }
@@ -55,6 +57,7 @@ inline __m512i broadcast_word(const unsigned char* x) {
 }
 
 struct Bf16Step : FloatStep {
+  static constexpr int FETCHING_ROWS = 4;
   using Weights = __m512i;
   using Values = __m512i;
   static Weights load(const unsigned char* w) { return _mm512_load_si512(w); }
@@ -70,6 +73,7 @@ struct I8Step {
   using Values = __m512i;
   static constexpr int MAX_ROWS = 6;
   static constexpr int MAX_PANELS = 4;
+  static constexpr int FETCHING_ROWS = 1;
   static Sum zero() { return _mm512_setzero_si512(); }
   static Weights load(const unsigned char* w) { return _mm512_load_si512(w); }
   static Values broadcast(const unsigned char* x) { return broadcast_word(x); }

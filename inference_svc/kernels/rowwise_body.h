@@ -1,7 +1,7 @@
 // The functions of each row alone, in lanes. Include after one of vec_*.h.
 //
-// Invariants and semantics: a number's lane follows from its column only, and sums over a row fold four registers of lanes in one fixed
-// tree. Lanes beyond the row read as zero and are never written.
+// Invariants and semantics: a number's lane follows from its column only, and sums over a row fold four registers of
+// lanes in one fixed tree. Lanes beyond the row read as zero and are never written.
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,14 @@
 
 namespace kev {
 namespace {
+
+// Calls body(first, count) for groups of columns: all LANES of them (a constant, once inlined), at the end the rest.
+template <class F>
+inline __attribute__((always_inline)) void for_lanes(int64_t width, F&& body) {
+  int64_t i = 0;
+  for (; i + LANES <= width; i += LANES) body(i, LANES);
+  if (i < width) body(i, width - i);
+}
 
 struct Rowwise {
   // The sum over columns of term(column, count), of which only the first `count` lanes may be other than 0.
@@ -34,10 +42,10 @@ struct Rowwise {
         return value * value;
       });
       const Vec scale = vsplat(1.0f / std::sqrt(squares / static_cast<float>(width) + eps));
-      for (int64_t i = 0; i < width; i += LANES) {
-        const Vec factor = vload_part(weight + i, width - i) + vsplat(offset);
-        vstore_part(out + r * ldo + i, vload_part(row + i, width - i) * scale * factor, width - i);
-      }
+      for_lanes(width, [&](int64_t i, int64_t count) {
+        const Vec factor = vload_part(weight + i, count) + vsplat(offset);
+        vstore_part(out + r * ldo + i, vload_part(row + i, count) * scale * factor, count);
+      });
     }
   }
 
@@ -52,12 +60,11 @@ struct Rowwise {
         return away * away;
       });
       const Vec scale = vsplat(1.0f / std::sqrt(squares / static_cast<float>(width) + eps));
-      for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t count = width - i;
+      for_lanes(width, [&](int64_t i, int64_t count) {
         Vec y = (vload_part(row + i, count) - mean) * scale * vload_part(weight + i, count);
         if (bias != nullptr) y = y + vload_part(bias + i, count);
         vstore_part(out + r * ldo + i, y, count);
-      }
+      });
     }
   }
 
@@ -69,13 +76,12 @@ struct Rowwise {
       for (int64_t h = 0; h < num_heads; ++h) {
         float* left = x + r * ldx + h * head_size;
         float* right = left + half;
-        for (int64_t i = 0; i < half; i += LANES) {
-          const int64_t count = half - i;
+        for_lanes(half, [&](int64_t i, int64_t count) {
           const Vec a = vload_part(left + i, count), b = vload_part(right + i, count);
           const Vec c = vload_part(cosines + i, count), s = vload_part(sines + i, count);
           vstore_part(left + i, a * c - b * s, count);
           vstore_part(right + i, b * c + a * s, count);
-        }
+        });
       }
     }
   }
@@ -97,12 +103,11 @@ struct Rowwise {
   static void activate_rows(const float* gate, int64_t ldg, const float* up, int64_t ldu, int64_t width, float* out,
                             int64_t ldo, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
-      for (int64_t i = 0; i < width; i += LANES) {
-        const int64_t count = width - i;
+      for_lanes(width, [&](int64_t i, int64_t count) {
         Vec y = activated(KIND, vload_part(gate + r * ldg + i, count));
         if (up != nullptr) y = y * vload_part(up + r * ldu + i, count);
         vstore_part(out + r * ldo + i, y, count);
-      }
+      });
   }
 
   static void activate(Activation kind, const float* gate, int64_t ldg, const float* up, int64_t ldu, int64_t width,
@@ -121,15 +126,16 @@ struct Rowwise {
 
   static void add(const float* x, int64_t ldx, int64_t width, float* out, int64_t ldo, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; ++r)
-      for (int64_t i = 0; i < width; i += LANES) {
+      for_lanes(width, [&](int64_t i, int64_t count) {
         float* to = out + r * ldo + i;
-        vstore_part(to, vload_part(to, width - i) + vload_part(x + r * ldx + i, width - i), width - i);
-      }
+        vstore_part(to, vload_part(to, count) + vload_part(x + r * ldx + i, count), count);
+      });
   }
 
   static void soften(float* x, int64_t count, float softcap) {
-    for (int64_t i = 0; i < count; i += LANES)
-      vstore_part(x + i, vsoften(vload_part(x + i, count - i), vsplat(softcap)), count - i);
+    for_lanes(count, [&](int64_t i, int64_t part) {
+      vstore_part(x + i, vsoften(vload_part(x + i, part), vsplat(softcap)), part);
+    });
   }
 
   static void store(const float* x, int64_t count, Precision type, void* out) {
@@ -137,8 +143,9 @@ struct Rowwise {
       std::memcpy(out, x, static_cast<size_t>(count) * sizeof(float));
       return;
     }
-    for (int64_t i = 0; i < count; i += LANES)
-      vstore_bf16_part(static_cast<uint16_t*>(out) + i, vload_part(x + i, count - i), count - i);
+    for_lanes(count, [&](int64_t i, int64_t part) {
+      vstore_bf16_part(static_cast<uint16_t*>(out) + i, vload_part(x + i, part), part);
+    });
   }
 
   static void load(const void* x, int64_t count, Precision type, float* out) {
@@ -146,8 +153,9 @@ struct Rowwise {
       std::memcpy(out, x, static_cast<size_t>(count) * sizeof(float));
       return;
     }
-    for (int64_t i = 0; i < count; i += LANES)
-      vstore_part(out + i, vload_bf16_part(static_cast<const uint16_t*>(x) + i, count - i), count - i);
+    for_lanes(count, [&](int64_t i, int64_t part) {
+      vstore_part(out + i, vload_bf16_part(static_cast<const uint16_t*>(x) + i, part), part);
+    });
   }
 
   static constexpr RowwiseVariant variant() {

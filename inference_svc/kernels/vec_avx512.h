@@ -47,8 +47,13 @@ inline Mask vwithout(Mask a, Mask b) { return static_cast<Mask>(a & ~b); }
 inline Mask vless(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline Vec vselect(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
 
-inline Vec vload_part(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(vfirst(n), p); }
-inline void vstore_part(float* p, Vec x, int64_t n) { _mm512_mask_storeu_ps(p, vfirst(n), x); }
+inline Vec vload_part(const float* p, int64_t n) {
+  return n >= LANES ? vload(p) : _mm512_maskz_loadu_ps(vfirst(n), p);
+}
+inline void vstore_part(float* p, Vec x, int64_t n) {
+  if (n >= LANES) return vstore(p, x);
+  _mm512_mask_storeu_ps(p, vfirst(n), x);
+}
 
 // bfloat16 numbers as floats.
 inline Vec vload_bf16_part(const uint16_t* p, int64_t n) {

@@ -1,8 +1,9 @@
 // exp, tanh, erf and what is made of them, for lanes of floats. Include after one of vec_*.h.
 //
-// Invariants and semantics: every lane computes the same function in the same order, so a number's result depends on the number alone and
-// not on its lane or on its neighbours. exp, tanh and erf are within 1.5 ulp of the exact value, for all floats and in every variant; NaN
-// gives NaN, infinities give the limits. The coefficients are minimax fits by the Remez exchange; exp reduces its argument as Cody and Waite do.
+// Invariants and semantics: every lane computes the same function in the same order, so a number's result depends on
+// the number alone, not on its lane or its neighbours. exp, tanh and erf are within 1.5 ulp of the exact value, for all
+// floats and in every variant; NaN gives NaN, infinities give the limits. The coefficients are minimax fits by the
+// Remez exchange; exp reduces its argument as Cody and Waite do.
 #pragma once
 
 namespace kev {

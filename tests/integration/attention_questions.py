@@ -10,8 +10,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from inference_svc.kernels.attention_calls import CAttention
 from inference_svc.kernels.layout import CSegment, Precision
-from tests.integration.kernel_calls import ALIGNMENT, CAttention, Floats, as_bf16, rounded
+from tests.integration.kernel_calls import ALIGNMENT, Floats, as_bf16, rounded
 
 GAP = 3
 """Rows of NaN between what is laid out."""

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inference_svc.kernels.attention_calls import CAttention
 from inference_svc.kernels.layout import Precision
 from inference_svc.kernels.library import VARIANTS
 from tests.integration.attention_questions import Piece, Question, Shape, attend
-from tests.integration.kernel_calls import CAttention, Floats, variant
+from tests.integration.kernel_calls import Floats, variant
 
 KV_TYPES = (Precision.F32, Precision.BF16)
 HEAD_SIZES = (1, 8, 15, 16, 17, 31, 33, 64, 80, 128, 256)

@@ -84,7 +84,7 @@ class Kernels:
 
     def scratch(self, weight: PackedWeight, rows: int) -> torch.Tensor:
         num_bytes = self.library.calls.kev_linear_scratch_bytes(weight.precision, rows, weight.width)
-        return torch.full((num_bytes,), 0xA5, dtype=torch.uint8)
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8)  # NaN in every float format
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -151,6 +151,16 @@ def test_int8_is_exact(native: Kernels) -> None:
         assert weight.sums is not None
         assert np.array_equal(weight.sums.numpy(), weights.sum(axis=1))
         assert same_bits(native.linear(weight, x, bias), torch.from_numpy(expected))
+
+
+def test_int8_rounds_halves_to_even(native: Kernels) -> None:
+    """Rows whose largest number is 127 have the scale 1, so that halves are met exactly."""
+    halves = torch.arange(-127, 127.5, 0.5)
+    weight = native.packed(torch.stack([halves, halves.flip(0)]), Precision.I8)
+    assert torch.equal(weight.rows(0, 1)[0], halves.round())
+    unit = native.packed(torch.eye(509), Precision.I8)
+    assert unit.scale is not None
+    assert torch.equal(native.linear(unit, halves[None])[0], (halves.round() * 127) * unit.scale)
 
 
 def test_int8_sums_reach_the_ends_of_int32(native: Kernels) -> None:

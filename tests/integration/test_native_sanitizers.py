@@ -71,3 +71,18 @@ def test_a_pool_frees_what_it_holds_and_survives_a_fork(tmp_path: Path) -> None:
 def test_linears_stay_within_their_memory(tmp_path: Path) -> None:
     """Odd shapes in buffers of exactly their size, every variant this machine can run."""
     _run([str(_built(tmp_path, "linear_test", LINEARS, MEMORY))])
+
+
+ATTENTION = (*POOL, *(path.name for path in sorted(KERNELS.glob("attention*.cpp"))))
+ROWWISE = ("isa.cpp", *(path.name for path in sorted(KERNELS.glob("rowwise*.cpp"))))
+
+
+@pytest.mark.parametrize("flags", [MEMORY, RACES], ids=["memory", "races"])
+def test_attention_stays_within_its_memory_and_threads(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Odd shapes, prefixes at the end of the arena and scratch of exactly its size, every variant."""
+    _run([str(_built(tmp_path, "attention_test", ATTENTION, flags))])
+
+
+def test_rows_stay_within_their_memory(tmp_path: Path) -> None:
+    """Odd widths in buffers of exactly their size, every variant."""
+    _run([str(_built(tmp_path, "rowwise_test", ROWWISE, MEMORY))])

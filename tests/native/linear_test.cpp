@@ -24,7 +24,7 @@ struct Free {
 std::unique_ptr<void, Free> aligned(int64_t bytes) {
   void* memory = nullptr;
   CHECK(posix_memalign(&memory, 64, static_cast<size_t>(bytes)) == 0);
-  std::memset(memory, 0xA5, static_cast<size_t>(bytes));
+  std::memset(memory, 0xFF, static_cast<size_t>(bytes));
   return std::unique_ptr<void, Free>(memory);
 }
 

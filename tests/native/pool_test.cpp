@@ -47,6 +47,22 @@ void test_sleep_and_wake() {
   kev::pool_destroy(pool);
 }
 
+// Workers that sleep are woken: each chunk waits for the other, so one thread alone would not get far.
+void test_sleepers_help() {
+  kev::Pool* pool = kev::pool_create(2);
+  for (int i = 0; i < 20; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::atomic<int> arrived{0};
+    kev::parallel(pool, 2, [&](int64_t) {
+      arrived.fetch_add(1);
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+      while (arrived.load() < 2 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+      CHECK(arrived.load() == 2);
+    });
+  }
+  kev::pool_destroy(pool);
+}
+
 void test_several_callers_of_one_pool() {
   kev::Pool* pool = kev::pool_create(3);
   std::vector<std::thread> callers;
@@ -116,6 +132,7 @@ void test_fork() {
 int main(int num_arguments, char** arguments) {
   test_small_runs();
   test_sleep_and_wake();
+  test_sleepers_help();
   test_several_callers_of_one_pool();
   test_several_pools();
   test_a_chunk_may_run_more();

@@ -1,0 +1,242 @@
+"""How fast native attention is, beside torch's own, on this machine.
+
+    python -m bench.attention_kernels [--threads 2] [--precisions bf16 f32] [--variant avx2] [--json out.json]
+
+Shapes are those of Gemma-3-270M (4 query heads, 1 key-value head of 256 numbers) and of two other kinds. Kev computes
+all questions in one call; torch's scaled_dot_product_attention one question after the other, as a batch would pad. Keys
+and values are taken from a pile larger than the caches, as in a real step. Kev and torch take turns; medians are shown.
+Wall time says what a user waits for; processor time what it costs, also on a machine that does other things (there, use
+one thread). Rates are Kev's per second of processor time, so of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from inference_svc.kernels.attention_calls import CAttention, declare_attention
+from inference_svc.kernels.layout import CSegment, Precision
+from inference_svc.kernels.library import VARIANTS, Library, Pool, kernels
+
+PILE_BYTES = 128 << 20
+MOST_LAYERS = 18
+DTYPES = {Precision.F32: torch.float32, Precision.BF16: torch.bfloat16}
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Questions of one length, the last ``num_rows`` rows of each asked for."""
+
+    name: str
+    num_questions: int
+    num_rows: int
+    context: int
+    num_heads: int = 4
+    num_kv_heads: int = 1
+    head_size: int = 256
+    window: int = 0
+
+    @property
+    def flops(self) -> float:
+        """Multiplications and additions of what is visible."""
+        positions = range(self.context - self.num_rows, self.context)
+        visible = sum(min(p + 1, self.window or p + 1) for p in positions)
+        return 4.0 * self.num_questions * visible * self.num_heads * self.head_size
+
+    def kv_bytes(self, precision: Precision) -> int:
+        """Keys and values that are seen by any row."""
+        seen = min(self.context, self.window + self.num_rows - 1) if self.window else self.context
+        return 2 * self.num_questions * seen * self.num_kv_heads * self.head_size * DTYPES[precision].itemsize
+
+
+WORKS = (
+    Work(name="prefill", num_questions=2, num_rows=1500, context=1500),
+    Work(name="prefill, window 512", num_questions=2, num_rows=1500, context=1500, window=512),
+    Work(name="prefill", num_questions=1, num_rows=1024, context=1024, num_heads=16, num_kv_heads=8, head_size=128),
+    Work(name="prefill", num_questions=4, num_rows=512, context=512, num_heads=9, num_kv_heads=3, head_size=64),
+    Work(name="decode", num_questions=8, num_rows=1, context=50),
+    Work(name="decode", num_questions=8, num_rows=1, context=500),
+    Work(name="decode", num_questions=8, num_rows=1, context=4000),
+    Work(name="decode", num_questions=8, num_rows=1, context=1000, num_heads=16, num_kv_heads=8, head_size=128),
+    Work(name="decode", num_questions=8, num_rows=1, context=1000, num_heads=12, num_kv_heads=12, head_size=64),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """One work with keys and values of one precision."""
+
+    work: Work
+    precision: str
+    kev_wall_us: float
+    kev_cpu_us: float
+    torch_wall_us: float
+    torch_cpu_us: float
+    gigabytes_per_cpu_s: float
+    gigaflops_per_cpu_s: float
+
+
+class Rivals:
+    """One work: Kev's attention and torch's over the same numbers."""
+
+    def __init__(self, library: Library, pool: Pool, work: Work, precision: Precision) -> None:
+        self._library, self._pool, self._work, self._precision = library, pool, work, precision
+        kv = (work.num_questions * work.context, work.num_kv_heads, work.head_size)
+        count = max(1, min(MOST_LAYERS, PILE_BYTES // work.kv_bytes(precision)))
+        self._layers = [tuple(torch.randn(kv).to(DTYPES[precision]) for _ in range(2)) for _ in range(count)]
+        self._queries = torch.randn(work.num_questions * work.num_rows, work.num_heads, work.head_size)
+
+    def kev(self) -> Iterator[Run]:
+        """Calls of Kev's kernel, each on the next layer."""
+        work, calls, out = self._work, self._library.calls, torch.empty_like(self._queries)
+        threads = calls.kev_pool_threads(self._pool.address)
+        num_bytes = calls.kev_attention_scratch_bytes(threads, work.context, work.head_size, work.num_heads)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        segments = (CSegment * work.num_questions)(
+            *(
+                CSegment(i * work.num_rows, work.num_rows, work.context - work.num_rows, 0, 0, i * work.context)
+                for i in range(work.num_questions)
+            )
+        )
+        described = [self._described(keys, values, out) for keys, values in self._layers]
+
+        def call(layer: CAttention) -> None:
+            given = (ctypes.byref(layer), segments, len(segments), scratch.data_ptr())
+            self._library.check(calls.kev_attention(self._pool.address, *given))
+
+        for layer in cycle(described):
+            yield partial(call, layer)
+
+    def plain(self) -> Iterator[Run]:
+        """The same with torch, one question after the other."""
+        work = self._work
+        positions = torch.arange(work.context)
+        rows = positions[work.context - work.num_rows :, None]
+        mask = (positions <= rows) & (positions > rows - (work.window or work.context))
+        causal = work.num_rows == work.context and not work.window
+        queries = self._queries.to(DTYPES[self._precision]).view(-1, work.num_rows, work.num_heads, work.head_size)
+
+        def call(keys: torch.Tensor, values: torch.Tensor) -> None:
+            kv = (work.num_questions, work.context, work.num_kv_heads, work.head_size)
+            for q, k, v in zip(queries, keys.view(kv), values.view(kv), strict=True):
+                q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+                torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, attn_mask=None if causal or work.num_rows == 1 else mask, is_causal=causal, enable_gqa=True
+                )
+
+        for keys, values in cycle(self._layers):
+            yield partial(call, keys, values)
+
+    def _described(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> CAttention:
+        work = self._work
+        width = work.num_heads * work.head_size
+        return CAttention(
+            self._queries.data_ptr(),
+            width,
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            width,
+            work.num_heads,
+            work.num_kv_heads,
+            work.head_size,
+            work.window,
+            work.head_size**-0.5,
+            0.0,
+            int(self._precision),
+        )
+
+
+def measure(rivals: Rivals, work: Work, precision: Precision, seconds: float) -> Speed:
+    """Alternate both for a while."""
+    contestants = (rivals.kev(), rivals.plain())
+    for contestant in contestants:
+        next(contestant)()
+    times: list[list[tuple[float, float]]] = [[], []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[1]) < 3:
+        for contestant, found in zip(contestants, times, strict=True):
+            call = next(contestant)
+            cpu, wall = time.process_time(), time.perf_counter()
+            call()
+            found.append((time.perf_counter() - wall, time.process_time() - cpu))
+    kev, other = ([statistics.median(column) for column in zip(*found, strict=True)] for found in times)
+    return Speed(
+        work=work,
+        precision=precision.name.lower(),
+        kev_wall_us=kev[0] * 1e6,
+        kev_cpu_us=kev[1] * 1e6,
+        torch_wall_us=other[0] * 1e6,
+        torch_cpu_us=other[1] * 1e6,
+        gigabytes_per_cpu_s=work.kv_bytes(precision) / kev[1] / 1e9,
+        gigaflops_per_cpu_s=work.flops / kev[1] / 1e9,
+    )
+
+
+def main() -> None:
+    """Measure, show, save."""
+    arguments = _arguments()
+    library = kernels()
+    if not isinstance(library, Library):
+        raise SystemExit(f"there are no native kernels here: {library}")
+    declare_attention(library.calls)
+    if arguments.variant:
+        library.check(library.calls.kev_isa_select(arguments.variant.encode()))
+    torch.set_num_threads(arguments.threads)
+    speeds = []
+    with Pool(library, arguments.threads) as pool, torch.inference_mode():
+        for precision in (Precision[name.upper()] for name in arguments.precisions):
+            for work in WORKS:
+                rivals = Rivals(library, pool, work, precision)
+                speeds.append(measure(rivals, work, precision, arguments.seconds))
+    Console().print(_table(speeds, library.calls.kev_isa_name().decode(), arguments.threads))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(speed) for speed in speeds], indent=1), encoding="utf-8")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--precisions", nargs="+", choices=["f32", "bf16"], default=["bf16"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="per line of the table")
+    parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _table(speeds: list[Speed], variant: str, threads: int) -> Table:
+    table = Table(title=f"attention, {variant}, {threads} threads; microseconds, wall (processor)")
+    for column in ("work", "questions x context", "heads", "type", "Kev", "torch", "torch / Kev", "GB/s", "GFLOP/s"):
+        table.add_column(column, justify="left" if column in ("work", "type") else "right")
+    for speed in speeds:
+        work = speed.work
+        table.add_row(
+            work.name,
+            f"{work.num_questions} x {work.context}",
+            f"{work.num_heads}/{work.num_kv_heads} x {work.head_size}",
+            speed.precision,
+            f"{speed.kev_wall_us:.0f} ({speed.kev_cpu_us:.0f})",
+            f"{speed.torch_wall_us:.0f} ({speed.torch_cpu_us:.0f})",
+            f"{speed.torch_cpu_us / speed.kev_cpu_us:.2f}",
+            f"{speed.gigabytes_per_cpu_s:.1f}",
+            f"{speed.gigaflops_per_cpu_s:.0f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
