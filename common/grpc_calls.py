@@ -1,17 +1,16 @@
 """Calls to one gRPC service: the connection, deadlines, errors as Kev's own, and what may be tried again.
 
 Invariants and semantics: every call has a deadline. A failed call raises the ``KevError`` that the server raised, or,
-where no server spoke, one that says so. Only UNAVAILABLE is tried again, with full jitter, until ``patience_s`` is over
-or the retry budget is empty (one retry per ten calls, and a reserve); every method of Kev may be repeated, because
-``submit`` always carries a request id. A peer belongs to the event loop that made it.
+where no server spoke, one that says so. Every method of Kev may be tried again, because ``submit`` always carries a
+request id. A peer belongs to the event loop that made it.
 
-Not here: which methods there are (``common.grpc_router``, ``common.grpc_aggregator``).
+Not here: which methods there are (``common.grpc_router``, ``common.grpc_aggregator``), when a call is tried again
+(``common.grpc_patience``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -35,17 +34,13 @@ from common.errors import (
     UnauthenticatedError,
 )
 from common.grpc_options import DEFAULT_MAX_MESSAGE_BYTES, channel_credentials, client_options
+from common.grpc_patience import Patience, RetryBudget
 from common.tls_files import TlsFiles
 from common.tracing.context import HEADER as TRACE_HEADER
 from common.tracing.context import traceparent
 
 READ_DEADLINE_S = 10.0
 """Deadline of calls that only look something up."""
-
-_FIRST_BACKOFF_S = 0.05
-_MAX_BACKOFF_S = 1.0
-_RETRY_RESERVE = 100.0
-_RETRIES_PER_CALL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,55 +58,6 @@ class PeerSettings:
     """How long a call is tried again while nobody answers."""
 
 
-class _RetryBudget:
-    """At most one retry per ten calls in the long run, so that retries never become the load."""
-
-    def __init__(self) -> None:
-        self._tokens = _RETRY_RESERVE
-
-    def earn(self) -> None:
-        self._tokens = min(_RETRY_RESERVE, self._tokens + _RETRIES_PER_CALL)
-
-    def spend(self) -> bool:
-        if self._tokens < 1:
-            return False
-        self._tokens -= 1
-        return True
-
-
-class Patience:
-    """Decides for one call whether and when it is tried again."""
-
-    def __init__(self, patience_s: float, budget: _RetryBudget) -> None:
-        self._patience_s = patience_s
-        self._budget = budget
-        self._num_failures = 0
-        self._first_failure_s = 0.0
-
-    def progress(self) -> None:
-        """The call got somewhere: what failed before no longer counts."""
-        self._num_failures = 0
-
-    async def pause_after(self, error: KevError) -> None:
-        """Wait before the next try.
-
-        Source: full jitter, Brooker 2015, "Exponential Backoff And Jitter".
-
-        Raises:
-            KevError: ``error``, when trying again is of no use or patience has ended.
-        """
-        now_s = time.monotonic()
-        if self._num_failures == 0:
-            self._first_failure_s = now_s
-        self._num_failures += 1
-        left_s = self._first_failure_s + self._patience_s - now_s
-        may_pass = error.retryable and error.grpc_code == grpc.StatusCode.UNAVAILABLE.name
-        if not may_pass or left_s <= 0 or not self._budget.spend():
-            raise error
-        longest_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(self._num_failures, 10))
-        await asyncio.sleep(min(random.uniform(0, longest_s), left_s))
-
-
 class Peer:
     """A connection to one service."""
 
@@ -122,7 +68,7 @@ class Peer:
             ConfigError: a certificate file cannot be read.
         """
         self._settings = settings
-        self._budget = _RetryBudget()
+        self._budget = RetryBudget()
         self._closed = False
         self._metadata = (("authorization", f"Bearer {settings.api_key}"),) if settings.api_key else ()
         target = _by_name(settings.target)
@@ -135,7 +81,7 @@ class Peer:
     def patience(self) -> Patience:
         """For one call."""
         self._budget.earn()
-        return Patience(self._settings.patience_s, self._budget)
+        return Patience(self._settings.patience_s, self._budget, self._is_connected)
 
     async def call(
         self,
@@ -163,9 +109,7 @@ class Peer:
                 return await self._once(method, request, max(0.001, end_s - time.monotonic()), first_metadata)
             except KevError as error:
                 first_metadata = ()
-                if time.monotonic() >= end_s:
-                    raise
-                await patience.pause_after(error)
+                await patience.pause_after(error, end_s)
 
     async def stream(self, method: Any, request: Any, deadline_s: float) -> AsyncIterator[Any]:
         """The answers of a method with many; nothing is tried again.
@@ -206,6 +150,12 @@ class Peer:
         """End the connection; calls that run fail with ``EngineDeadError``."""
         self._closed = True
         await self.channel.close(None)
+
+    def _is_connected(self) -> bool:
+        """Whether there is a connection to any address; if not, one is being made."""
+        if self._closed:
+            raise self._closed_error()
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
     async def _once(
         self, method: Any, request: Any, deadline_s: float, metadata: tuple[tuple[str, str], ...] = ()

@@ -152,7 +152,7 @@ class WorkStreams(Protocol):
         ...
 
     async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Which of these published (request_id, question_index) without an outcome the transport has lost.
+        """Which of these published (request_id, question_index) have neither an item nor an outcome any more.
 
         Their publisher publishes them again. Always empty in a transport that loses nothing.
         """

@@ -3,7 +3,7 @@
 Invariants and semantics: a script is one atomic act, and Redis' own clock is the only one it knows. Every script is
 given the deployment's prefix as its one key, since all keys of a deployment live in one slot, and builds the rest of
 the names from it. A script that meets a stream without its group makes the group again, from the first entry on.
-Scripts that only give room back may run when the server is out of memory.
+Scripts that only look or give room back may run when the server is out of memory.
 
 Not here: the scripts (``redis_scripts_publish``, ``_lease``, ``_upkeep``, ``_results``, ``_registry``), retries and
 connections (``redis_link``).

@@ -167,11 +167,14 @@ async def withdraw(
     await runner.run(_WITHDRAW, request_id, int(forget), *indexes)
 
 
-_DEPTHS = Script.of("""
+_DEPTHS = Script.of(
+    """
 local depths = {}
 for channel_id = 0, ARGV[1] - 1 do depths[#depths + 1] = redis.call('XLEN', WORK .. channel_id) end
 return depths
-""")
+""",
+    frees_room=True,
+)
 
 
 async def depths(runner: ScriptRunner, num_channels: int) -> list[int]:
@@ -182,26 +185,28 @@ async def depths(runner: ScriptRunner, num_channels: int) -> list[int]:
     return [int(length) for length in lengths]
 
 
-_LOST = Script.of("""
+_LOST = Script.of(
+    """
 local lost = {}
 for i = 1, #ARGV, 2 do
   local questions, index = QUESTIONS .. ARGV[i], ARGV[i + 1]
-  local event_id = redis.call('HGET', questions, 'v:' .. index)
-  local is_underway = is_live(questions, index) or (event_id and exists(RESULTS, event_id))
-  is_underway = is_underway or redis.call('HEXISTS', questions, 'w:' .. index) == 1
-  if not is_underway then lost[#lost + 1] = (i - 1) / 2 end
+  local marks = redis.call('HMGET', questions, 'r:' .. index, 'w:' .. index)
+  if not (marks[1] or marks[2] or is_live(questions, index)) then lost[#lost + 1] = (i - 1) / 2 end
 end
 return lost
-""")
+""",
+    frees_room=True,
+)
 
 
 async def lost(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Which of the questions have neither an entry nor an outcome on its way to the reader, and were not withdrawn."""
+    """Which of the questions have neither an entry nor an outcome, and were not withdrawn."""
     arguments = [part for key in questions for part in key]
     return [questions[place] for place in await runner.run(_LOST, *arguments)]
 
 
-_SETTLED = Script.of("""
+_SETTLED = Script.of(
+    """
 local settled, first = {}, 1
 while first <= #ARGV do
   -- Questions of one request that follow each other are looked up together.
@@ -218,7 +223,9 @@ while first <= #ARGV do
   first = last
 end
 return settled
-""")
+""",
+    frees_room=True,
+)
 
 
 async def settled(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

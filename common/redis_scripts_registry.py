@@ -90,7 +90,7 @@ async def register(runner: ScriptRunner, registration: Registration) -> Register
     return RegisterState((await runner.run(_REGISTER, *registration.arguments())).decode())
 
 
-_TOKEN = Script.of("return redis.call('HGET', REQUEST .. ARGV[1], 'token')")
+_TOKEN = Script.of("return redis.call('HGET', REQUEST .. ARGV[1], 'token')", frees_room=True)
 
 
 async def is_registered_by(runner: ScriptRunner, request_id: str, token: str) -> bool:
@@ -98,7 +98,7 @@ async def is_registered_by(runner: ScriptRunner, request_id: str, token: str) ->
     return bool(await runner.run(_TOKEN, request_id) == token.encode())
 
 
-_DIGEST = Script.of("return redis.call('HGET', REQUEST .. ARGV[1], 'digest')")
+_DIGEST = Script.of("return redis.call('HGET', REQUEST .. ARGV[1], 'digest')", frees_room=True)
 
 
 async def digest(runner: ScriptRunner, request_id: str) -> str | None:

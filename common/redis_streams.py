@@ -132,7 +132,7 @@ class RedisTransport:
         return await self._link.unbroken(publish_scripts.depths(self._link, self._settings.num_channels))
 
     async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those with neither an item nor an outcome on its way; see ``common.ports.WorkStreams``."""
+        """Those with neither an item nor an outcome; see ``common.ports.WorkStreams``."""
         return await self._link.unbroken(publish_scripts.lost(self._link, questions)) if questions else []
 
     async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

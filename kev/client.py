@@ -36,8 +36,8 @@ from kev.blocking import Blocking
 _LAST_WORDS_S = 2.0
 """How long ``close`` waits for withdrawals that are on their way."""
 
-_LATE_S = 0.3
-"""So much later than its cancellation at the aggregator may a submission, cancelled on its way, reach the router."""
+_LATE_S = (0.3, 1.0)
+"""A submission, cancelled on its way, may reach the router later than its withdrawal the aggregator; then once more."""
 
 _log = logging.getLogger("kev.client")
 
@@ -189,7 +189,7 @@ class AsyncClient:
             task.add_done_callback(self._withdrawals.discard)
 
     async def _cancel_quietly(self, request_id: str) -> None:
-        for pause_s in (0.0, _LATE_S):
+        for pause_s in (0.0, *_LATE_S):
             await asyncio.sleep(pause_s)
             try:
                 await self.cancel(request_id)

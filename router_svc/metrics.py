@@ -32,7 +32,7 @@ class Router(Protocol):
         """Refuse before anything is spent."""
         ...
 
-    async def accept(self, spec: RequestSpec) -> bool:
+    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
         """Accept a request; whether it is new."""
         ...
 
@@ -61,12 +61,12 @@ class WatchedRouter:
             self._recorder.count(names.SUBMISSIONS, error.reason)
             raise
 
-    async def accept(self, spec: RequestSpec) -> bool:
+    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
         """Accept a request; see ``RouterService.accept``."""
         started_s, verdict = time.monotonic(), ABANDONED
         try:
             with self._traces.submission(spec.request_id, len(spec.questions)):
-                is_new = await self._router.accept(spec)
+                is_new = await self._router.accept(spec, has_new_id=has_new_id)
             verdict = ACCEPTED
             return is_new
         except KevError as error:

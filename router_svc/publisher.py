@@ -3,7 +3,8 @@
 Invariants and semantics: a question that was taken in holds its place until its outcome, or until it is dropped; no
 path leaks a place. It is published once, by whoever claims it first, and never after it has ended. What a transport
 has no room for keeps its place and is asked again every ``retry_interval_s``, except with policy ``reject``. Where
-outcomes do not come by themselves a board is asked for them, and for questions that were lost.
+outcomes do not come by themselves a board is asked for them, and for questions that were lost; also for those whose
+outcome was there a moment ago, since a store that is emptied then may not have told it to anybody yet.
 
 Not here: whether a request is accepted (``service``), where a question goes (``channels``).
 """
@@ -26,6 +27,8 @@ from router_svc.submission import PendingQuestion, Submission
 
 _WATCH_INTERVAL_S = 0.05
 _SEARCH_INTERVAL_S = 1.0
+_ENDED_S = 2.0
+"""Aggregators have read an outcome by then; so long a question is searched for after its end."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +68,8 @@ class Publisher:
         self._settings = settings
         self._fingerprint = fingerprint
         self._open: dict[tuple[str, int], PendingQuestion] = {}
+        self._ended: dict[tuple[str, int], tuple[PendingQuestion, float]] = {}
+        """Questions that have left the router because the board knows their outcome, and since when."""
         self._to_publish: deque[PendingQuestion] = deque()
         self._refused: deque[PendingQuestion] = deque()
         self._wake_up = wake_up
@@ -75,7 +80,9 @@ class Publisher:
 
     def take(self, questions: Iterable[PendingQuestion]) -> None:
         """Open questions that have their places; from now on an outcome may come at any moment."""
-        self._open.update((question.key, question) for question in questions)
+        for question in questions:
+            self._open[question.key] = question
+            self._ended.pop(question.key, None)
 
     async def run(self) -> None:
         """Publish what had to wait, and watch the board, until cancelled; then every wait for a place fails."""
@@ -176,26 +183,38 @@ class Publisher:
 
     async def _watch(self, board: OutcomeBoard) -> None:
         """Free the channels of questions that have their outcome elsewhere; publish again what was lost."""
-        next_search_s = 0.0
+        next_search_s, is_failing = 0.0, False
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            published = [question.key for question in self._open.values() if question.submission.is_settled(question)]
-            if not published:
+            published = [question for question in self._open.values() if question.submission.is_settled(question)]
+            if not (published or self._ended):
                 continue
             try:
-                for key in await board.settled(published):
-                    self.end(key)
+                await self._end_settled(board, published)
                 if self._clock.monotonic() >= next_search_s:
                     next_search_s = self._clock.monotonic() + _SEARCH_INTERVAL_S
-                    await self._publish_again(await board.lost([key for key in published if key in self._open]))
-            except KevError:
-                _log.exception("could not look for outcomes; trying again")
+                    await self._search(board, published)
+                is_failing = False
+            except KevError as error:
+                if not is_failing:
+                    _log.warning("cannot look for outcomes; trying again: %s", error)
+                is_failing = True
 
-    async def _publish_again(self, lost: list[tuple[str, int]]) -> None:
-        """Publish lost questions again; whoever lost them may have lost the registration of their request too."""
+    async def _end_settled(self, board: OutcomeBoard, published: Sequence[PendingQuestion]) -> None:
+        for key in await board.settled([question.key for question in published]):
+            question = self._open.get(key)
+            if question is not None:
+                self.end(key)
+                self._ended[key] = (question, self._clock.monotonic())
+
+    async def _search(self, board: OutcomeBoard, published: Sequence[PendingQuestion]) -> None:
+        """Publish again what was lost; whoever lost it may have lost the registration of its request too."""
+        begun_s = self._clock.monotonic()
+        placed = [question for question in published if self._pool.find(question) is not None]
+        lost = await board.lost([*(question.key for question in placed), *self._ended])
         known: set[Submission] = set()
         for key in lost:
-            question = self._open.get(key)
+            question = self._open.get(key) or self._taken_back(key)
             if question is None or question.submission.record is None:
                 continue
             if question.submission not in known:
@@ -205,6 +224,26 @@ class Publisher:
             question.claimed = False
             self._to_publish.append(question)
             self._wake_up.set()
+        still_lost = set(lost)
+        self._ended = {
+            key: (question, ended_s)
+            for key, (question, ended_s) in self._ended.items()
+            if ended_s > begun_s - _ENDED_S or key in still_lost
+        }
+
+    def _taken_back(self, key: tuple[str, int]) -> PendingQuestion | None:
+        """A question that had ended, open again; None: there is none, no time is left, or no room (yet)."""
+        question, _ = self._ended.get(key, (None, 0.0))
+        if question is None:
+            return None
+        if question.remaining_ms(self._clock.monotonic()) < 1:
+            del self._ended[key]
+            return None
+        if not (self._pool.place(question, question.choose) or self._pool.enqueue(question, question.choose)):
+            return None
+        del self._ended[key]
+        self._open[key] = question
+        return question
 
     async def _publish_waiting(self) -> None:
         """One turn of ``run``: wait for something to do, then do all of it."""

@@ -110,10 +110,11 @@ class RouterService:
         await self.accept(spec)
         return spec.request_id
 
-    async def accept(self, spec: RequestSpec) -> bool:
+    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
         """Accept a request. True: it is new. False: the same id with the same content joins what is there.
 
-        With policy ``wait`` the call returns when every question is published; cancelling it withdraws the request.
+        ``has_new_id``: nobody else can know the id, so a refusal asks nobody whether the request is there. With policy
+        ``wait`` the call returns when every question is published; cancelling it withdraws the request.
 
         Raises:
             DrainingError: shutting down.
@@ -123,18 +124,18 @@ class RouterService:
             QueueFullError: no room now (policies ``queue`` and ``reject``); nothing was run.
         """
         try:
-            return await self._take_in(spec)
+            return await self._take_in(spec, has_new_id)
         except QueueFullError:
             self._num_rejected += 1
             raise
 
-    async def _take_in(self, spec: RequestSpec) -> bool:
+    async def _take_in(self, spec: RequestSpec, has_new_id: bool) -> bool:
         self._check_open()
         accepted_at_s = self._clock.monotonic()
         async with self._registrations.lock_of(spec.request_id):
             await self._registrations.withdraw_if_due(spec.request_id)
             joined = self._under_way(spec)
-            submission = joined or await self._register(spec, accepted_at_s)
+            submission = joined or await self._register(spec, accepted_at_s, has_new_id)
         if submission is not None:
             await self._complete(submission)
         return submission is not joined
@@ -212,7 +213,7 @@ class RouterService:
             raise RequestConflictError.of(spec.request_id)
         return question.submission
 
-    async def _register(self, spec: RequestSpec, accepted_at_s: float) -> Submission | None:
+    async def _register(self, spec: RequestSpec, accepted_at_s: float, has_new_id: bool) -> Submission | None:
         """A new submission, registered; None: the request is there already."""
         try:
             num_missing = self._pool.shortage(len(spec.questions))
@@ -223,7 +224,7 @@ class RouterService:
             self._check_open()
             placements = self._admit(submission)
         except QueueFullError:
-            if await self._registrations.knows(spec):
+            if not has_new_id and await self._registrations.knows(spec):
                 return None
             raise
         return submission if await self._send(submission, placements) else None

@@ -59,7 +59,7 @@ class Router(Protocol):
         """Refuse before anything is spent."""
         ...
 
-    async def accept(self, spec: RequestSpec) -> bool:
+    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
         """Accept a request; whether it is new."""
         ...
 
@@ -128,14 +128,14 @@ class RouterServicer(stubs.RouterServiceServicer):
     async def SubmitQuery(self, request: pb.SubmitQueryRequest, context: Context) -> pb.SubmitQueryResponse:
         """Accept a request."""
         spec = await self._checked(request, context)
-        await self._router.accept(spec)
+        await self._router.accept(spec, has_new_id=_has_new_id(request, context))
         return pb.SubmitQueryResponse(request_id=spec.request_id)
 
     async def AskQuery(self, request: pb.AskQueryRequest, context: Context) -> None:
         """Accept a request and send its events."""
         spec = await self._checked(request, context)
         async with self._attached(spec.request_id):
-            await self._start(spec)
+            await self._start(spec, has_new_id=_has_new_id(request, context))
             async with aclosing(self._results.stream(spec.request_id)) as events:  # type: ignore[type-var]
                 async for event in events:
                     await context.write(pb.AskQueryResponse(event=encode_stream_event(event)))
@@ -162,7 +162,7 @@ class RouterServicer(stubs.RouterServiceServicer):
 
     async def _checked(self, request: pb.SubmitQueryRequest | pb.AskQueryRequest, context: Context) -> RequestSpec:
         require(request, "request", "query")
-        if not request.query.request_id or _has_new_id(context):
+        if _has_new_id(request, context):
             self._router.check_room()
         queries, options = decode_query(request.query)
         options["tenant"] = current_caller.get().speak_for(request.query.tenant)
@@ -173,13 +173,13 @@ class RouterServicer(stubs.RouterServiceServicer):
                 raise IsolationUnavailableError(f"isolation strict cannot be kept here: {report.reason}")
         return spec
 
-    async def _start(self, spec: RequestSpec) -> None:
+    async def _start(self, spec: RequestSpec, *, has_new_id: bool) -> None:
         """Start a request for AskQuery, or join it.
 
         Raises:
             RequestWithdrawnError: it was withdrawn before this call; its questions will never be answered.
         """
-        if await self._router.accept(spec):
+        if await self._router.accept(spec, has_new_id=has_new_id):
             self._started.add(spec.request_id)
         elif spec.request_id not in self._started:
             view = await self._results.poll(spec.request_id)
@@ -222,7 +222,9 @@ class RouterServicer(stubs.RouterServiceServicer):
             return 0
 
 
-def _has_new_id(context: Context) -> bool:
-    """Whether the caller says that nobody can have used its request id before."""
+def _has_new_id(request: pb.SubmitQueryRequest | pb.AskQueryRequest, context: Context) -> bool:
+    """Whether nobody can have used the request's id before: it has none yet, or its caller says so."""
+    if not request.query.request_id:
+        return True
     metadata: Any = context.invocation_metadata()
     return any(name == NEW_ID_KEY for name, _ in metadata or ())

@@ -145,10 +145,11 @@ class Executor {
     return true;
   }
 
-  // Calls body(first, last) over rows, on this thread when there is little to do.
+  // Calls body(first, last) over rows; in one piece when there is little to do. Always through the pool, which gives every
+  // chunk the default floating point environment, whatever the caller has set.
   template <class F>
   void over_rows(int64_t rows, int64_t width, F&& body) {
-    if (rows * width <= kSerialNumbers) return body(0, rows);
+    if (rows * width <= kSerialNumbers) return parallel(pool_, 1, [&](int64_t) { body(0, rows); });
     const int64_t chunks = (rows + kRowsPerChunk - 1) / kRowsPerChunk;
     parallel(pool_, chunks, [&](int64_t chunk) {
       body(chunk * kRowsPerChunk, std::min(rows, (chunk + 1) * kRowsPerChunk));

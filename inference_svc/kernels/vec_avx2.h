@@ -17,7 +17,6 @@ inline Vec vsplat(float x) { return _mm256_set1_ps(x); }
 inline Vec vload(const float* p) { return _mm256_loadu_ps(p); }
 inline void vstore(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec vfma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec vsqrt(Vec x) { return _mm256_sqrt_ps(x); }
 inline Vec vmax(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec vmin(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 

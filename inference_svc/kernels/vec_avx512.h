@@ -20,7 +20,6 @@ inline Vec vsplat(float x) { return _mm512_set1_ps(x); }
 inline Vec vload(const float* p) { return _mm512_loadu_ps(p); }
 inline void vstore(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline Vec vfma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec vsqrt(Vec x) { return _mm512_sqrt_ps(x); }
 
 // The second when either is NaN.
 inline Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }

@@ -3,7 +3,6 @@
 // Here vfma is a product and a sum, each rounded: std::fma is a slow call where the CPU lacks the instruction.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -36,7 +35,6 @@ inline Mask vless(Vec a, Vec b) { return a < b; }
 inline Vec vfma(Vec a, Vec b, Vec c) { return a * b + c; }
 inline Vec vmax(Vec a, Vec b) { return vselect(a > b, a, b); }
 inline Vec vmin(Vec a, Vec b) { return vselect(a < b, a, b); }
-inline Vec vsqrt(Vec x) { return Vec{std::sqrt(x[0]), std::sqrt(x[1]), std::sqrt(x[2]), std::sqrt(x[3])}; }
 
 // In two steps, so that subnormal results round once.
 inline Vec vscale(Vec x, Vec n) {

@@ -129,13 +129,14 @@ class Cluster:
         return f"http://127.0.0.1:{self._ports['gateway-0']}"
 
     @asynccontextmanager
-    async def client(
-        self, router: int = 0, aggregator: int = 0, *, patience_s: float = 10.0
-    ) -> AsyncIterator[AsyncClient]:
-        """A client of one router and one aggregator."""
-        addresses = [self.address(name) for name in (f"router-{router}", f"aggregator-{aggregator}")]
-        async with AsyncClient(*addresses, patience_s=patience_s) as client:
+    async def client(self, *, patience_s: float = 10.0) -> AsyncIterator[AsyncClient]:
+        """A client of all routers and all aggregators, as of a name with several addresses."""
+        routers, aggregators = (self._addresses(services) for services in (self.routers, self.aggregators))
+        async with AsyncClient(routers, aggregators, patience_s=patience_s) as client:
             yield client
+
+    def _addresses(self, services: list[ServiceProcess]) -> str:
+        return "ipv4:" + ",".join(self.address(service.name) for service in services)
 
     async def note_attempts(self, history: History, request_ids: Iterable[str] | None = None) -> None:
         """Add what the store's own record says about attempts and commits of some requests; None: of all it knows."""

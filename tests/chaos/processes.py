@@ -109,7 +109,7 @@ class ServiceProcess:
         self._stopped = False
         self.num_starts += 1
 
-    async def wait_healthy(self, timeout_s: float = 30.0) -> float:
+    async def wait_healthy(self, timeout_s: float = 60.0) -> float:
         """Return when it works; the seconds that it took.
 
         Raises:

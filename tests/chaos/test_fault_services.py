@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from common.types import FinishReason
 from kev.client import AsyncClient
 from tests.chaos import sabotage
-from tests.chaos.cluster import Cluster, until
+from tests.chaos.cluster import Cluster, ClusterSettings, until
 from tests.chaos.history import Granted
 from tests.chaos.processes import ServiceProcess
 from tests.chaos.proxy import Blackhole, Direction, FaultProxy
@@ -24,6 +26,17 @@ NUM_RESTARTS = 20
 NUM_SLOW = 20
 
 
+@pytest.fixture
+async def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """As everywhere; with ``by_num_aggregators`` also with two aggregators."""
+    async with Cluster(tmp_path, ClusterSettings(num_aggregators=getattr(request, "param", 1))) as cluster:
+        yield cluster
+
+
+by_num_aggregators = pytest.mark.parametrize("cluster", [1, 2], indirect=True, ids=["one", "two"])
+
+
+@by_num_aggregators
 @pytest.mark.parametrize("tier", ["aggregators", "routers"])
 async def test_crash_of_a_service(cluster: Cluster, tier: str) -> None:
     """Streams rewind or end early, or a retry starts the same work a second time."""
@@ -98,6 +111,7 @@ async def _read(client: AsyncClient, request_id: str) -> list[str]:
     return [found[index] for index in sorted(found)]
 
 
+@by_num_aggregators
 async def test_rolling_restarts_under_load(cluster: Cluster) -> None:
     """A restart that was announced costs a caller its answer."""
     async with loaded(cluster, PLAIN) as workload:

@@ -240,8 +240,8 @@ async def test_a_submission_whose_answer_was_lost_joins_itself(cluster: Cluster,
     accept = router.accept
     lost: list[str] = []
 
-    async def losing(spec: Any) -> bool:
-        is_new = await accept(spec)
+    async def losing(spec: Any, **told: Any) -> bool:
+        is_new = await accept(spec, **told)
         if not lost:
             lost.append(spec.request_id)
             await asyncio.Event().wait()  # the answer never leaves

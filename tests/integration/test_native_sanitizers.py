@@ -22,6 +22,8 @@ RACES = ("-fsanitize=thread",)
 COMPILER = os.environ.get("CXX", "g++")
 POOL = ("pool.cpp", "isa.cpp")
 LINEARS = (*POOL, *(path.name for name in ("linear*.cpp", "rowwise*.cpp") for path in sorted(KERNELS.glob(name))))
+ATTENTION = (*POOL, *(path.name for path in sorted(KERNELS.glob("attention*.cpp"))))
+ROWWISE = ("isa.cpp", *(path.name for path in sorted(KERNELS.glob("rowwise*.cpp"))))
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -71,10 +73,6 @@ def test_a_pool_frees_what_it_holds_and_survives_a_fork(tmp_path: Path) -> None:
 def test_linears_stay_within_their_memory(tmp_path: Path) -> None:
     """Odd shapes in buffers of exactly their size, every variant this machine can run."""
     _run([str(_built(tmp_path, "linear_test", LINEARS, MEMORY))])
-
-
-ATTENTION = (*POOL, *(path.name for path in sorted(KERNELS.glob("attention*.cpp"))))
-ROWWISE = ("isa.cpp", *(path.name for path in sorted(KERNELS.glob("rowwise*.cpp"))))
 
 
 @pytest.mark.parametrize("flags", [MEMORY, RACES], ids=["memory", "races"])

@@ -52,10 +52,15 @@ class Deployment:
 
     url: str
     name: str
+    lease_timeout_s: float = 10.0
+    """Longer than a starved process sleeps: who is slow must not pass for dead."""
 
     async def transport(self, node_id: str) -> tuple[RedisLink, RedisTransport]:
         link = await RedisLink.connect(LinkSettings(url=self.url, deployment=self.name, block_s=0.5))
-        settings = RedisTransportSettings(num_channels=8, node_id=node_id, lease_timeout_s=1.0, heartbeat_ttl_s=0.6)
+        lease_s = self.lease_timeout_s
+        settings = RedisTransportSettings(
+            num_channels=8, node_id=node_id, lease_timeout_s=lease_s, heartbeat_ttl_s=0.6 * lease_s
+        )
         return link, RedisTransport(link=link, clock=SystemClock(), settings=settings)
 
     @asynccontextmanager
@@ -93,7 +98,7 @@ class Deployment:
             max_slots=4,
             fingerprint=TOKENIZER.fingerprint,
             eos_ids=TOKENIZER.eos_ids,
-            lease_timeout_s=1.0,
+            lease_timeout_s=self.lease_timeout_s,
         )
         worker = Worker(transport, SystemClock(), settings, lambda: Detokenizer(TOKENIZER))
         engine = node.start(worker.events_from(asyncio.get_running_loop()))
@@ -181,6 +186,7 @@ async def test_a_dead_nodes_questions_go_to_another(deployment: Deployment) -> N
 async def test_a_question_that_lost_two_nodes_has_its_last_try_alone(deployment: Deployment) -> None:
     """Neighbours of a question that kills its nodes would become dead letters with it."""
     runner = GuidedRunner(lambda q: q.upper())
+    deployment = replace(deployment, lease_timeout_s=1.0)
     async with deployment.aggregator() as aggregator, deployment.router() as router:
         suspect = await router.submit(_spec(["suspect"]))
         link, lost_node = await deployment.transport("lost")

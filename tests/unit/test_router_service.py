@@ -384,6 +384,18 @@ async def test_a_refusal_does_not_wait_for_the_store() -> None:
         await house.router.submit(spec_of("b"))
 
 
+async def test_a_refusal_of_a_new_id_asks_nobody() -> None:
+    """Under overload the store would be asked about requests that nobody can have sent before."""
+    house = House(overflow_policy=OverflowPolicy.REJECT)
+    await house.router.submit(spec_of("a"))
+    with pytest.raises(QueueFullError):
+        await house.router.accept(spec_of("b", 2), has_new_id=True)
+    assert house.registry.lookups == 0
+    with pytest.raises(QueueFullError):
+        await house.router.accept(spec_of("b", 2))
+    assert house.registry.lookups == 1
+
+
 async def test_an_acceptance_looks_nothing_up() -> None:
     """Every submission would cost a round trip more than it needs."""
     house = House(channel_queue_size=4)
@@ -849,3 +861,62 @@ async def test_a_lost_question_is_published_again() -> None:
         assert house.work.items[2].channel_id == house.work.items[1].channel_id
         assert sum(house.loads) == 2
         assert house.registry.records == {"r": registered}, "whoever lost the question may have lost its request"
+
+
+async def test_a_question_that_is_lost_after_its_end_is_published_again() -> None:
+    """A store that is emptied between a commit and its reading would leave a client with a timeout."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        await house.router.submit(spec_of("r", 1, timeout_ms=60_000))
+        board.done.add(("r", 0))
+        await _until(lambda: house.loads == [0, 0])
+        board.done.clear()
+        house.registry.records.clear()
+        board.gone.add(("r", 0))
+        house.clock.advance(1.0)
+        await _until(lambda: house.work.keys.count(("r", 0)) == 2)
+        assert sum(house.loads) == 1
+        assert "r" in house.registry.records
+        board.done.add(("r", 0))
+        await _until(lambda: house.loads == [0, 0])
+
+
+async def test_a_question_that_was_lost_after_its_end_waits_for_room() -> None:
+    """It would be given up because others have its place now, or hold a place that there is not."""
+    board = Board()
+    house = House(board, overflow_policy=OverflowPolicy.REJECT)
+    async with house.running():
+        await house.router.submit(spec_of("r", 1, timeout_ms=60_000))
+        board.done.add(("r", 0))
+        await _until(lambda: house.loads == [0, 0])
+        await house.router.submit(spec_of("other", 2, timeout_ms=60_000))
+        for _ in range(3):
+            board.gone.add(("r", 0))
+            house.clock.advance(1.0)
+            await _until(lambda: not board.gone)
+            await turns()
+            assert house.work.keys.count(("r", 0)) == 1
+        board.done = {("other", 0)}
+        await _until(lambda: sum(house.loads) == 1)
+        board.gone.add(("r", 0))
+        house.clock.advance(1.0)
+        await _until(lambda: house.work.keys.count(("r", 0)) == 2)
+
+
+async def test_what_ended_a_while_ago_is_not_searched_for() -> None:
+    """The router would remember every question, or have work done again of which everybody knows the outcome."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        await house.router.submit(spec_of("r", 1, timeout_ms=60_000))
+        board.done.add(("r", 0))
+        await _until(lambda: house.loads == [0, 0])
+        house.clock.advance(5.0)
+        await _until(lambda: not house.router._publisher._ended)
+        board.gone.add(("r", 0))
+        await house.router.submit(spec_of("other", 1, timeout_ms=60_000))
+        board.gone.add(("other", 0))
+        house.clock.advance(1.0)
+        await _until(lambda: house.work.keys.count(("other", 0)) == 2)
+        assert house.work.keys.count(("r", 0)) == 1
