@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from inference_svc.kernels.layout import CLayer, CMlp, CModel
+from inference_svc.kernels.library import ABI_VERSION
 from inference_svc.native_model import NativeModel
 
 _LOG = logging.getLogger("kev.model")
@@ -149,4 +150,4 @@ def _first_byte(header_bytes: int) -> int:
 
 def _label(fingerprint: str) -> str:
     sizes = ":".join(str(ctypes.sizeof(kind)) for kind in (CModel, CLayer, CMlp))
-    return f"{fingerprint}:{sizes}"
+    return f"{fingerprint}:{sizes}:abi-{ABI_VERSION}"

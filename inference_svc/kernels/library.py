@@ -25,7 +25,8 @@ VARIANTS = ("avx512_bf16_vnni", "avx2", "portable")
 """Best first."""
 
 _SWITCH = "KEV_KERNELS"
-_ABI_VERSION = 1
+ABI_VERSION = 1
+"""As ``kev_abi_version``: changes whenever a signature, a structure or the packed layout does."""
 _REINSTALL = "install Kev again where a C++ compiler is at hand"
 
 
@@ -104,8 +105,8 @@ def _built() -> Path | None:
 def _prepare(calls: ctypes.CDLL, wanted: str) -> str:
     """Check and declare the library's functions; the variant in use."""
     version = calls.kev_abi_version()
-    if version != _ABI_VERSION:
-        raise InvariantError(f"the native kernels have ABI {version}, not {_ABI_VERSION}; {_REINSTALL}")
+    if version != ABI_VERSION:
+        raise InvariantError(f"the native kernels have ABI {version}, not {ABI_VERSION}; {_REINSTALL}")
     check_layout(calls)
     declare(calls)
     if wanted and calls.kev_isa_select(wanted.encode()):

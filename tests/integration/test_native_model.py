@@ -67,6 +67,15 @@ def test_every_pointer_of_the_structures_is_found() -> None:
     assert len(list(pointer_offsets(CMlp * 3))) == 3 * 8
 
 
+def test_an_image_of_another_packing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new version of the kernels would read weights in an order that they no longer have."""
+    native = model_as("llama", NATIVE_FORMS[1]).native
+    assert native is not None
+    save_image(native, tmp_path / "model", "f")
+    monkeypatch.setattr("inference_svc.native_image.ABI_VERSION", 999)
+    assert open_image(tmp_path / "model", "f") is None
+
+
 @pytest.mark.parametrize("damage", ["other", "cut", "garbage", "header", "missing"])
 def test_an_image_that_does_not_fit_is_not_used(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another fingerprint is passed over in silence, damage is told; both are made anew."""
