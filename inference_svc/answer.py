@@ -26,6 +26,18 @@ class IncrementalDetokenizer(Protocol):
         ...
 
 
+class NoText:
+    """A detokenizer for runs whose text nobody reads."""
+
+    def push(self, token_id: int) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
 class AnswerText:
     """Text of one answer."""
 

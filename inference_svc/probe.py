@@ -19,7 +19,7 @@ import torch
 
 from common.clock import SystemClock
 from common.types import IsolationLevel, Prompt, SamplingParams, WorkItem
-from inference_svc.answer import AnswerText
+from inference_svc.answer import AnswerText, NoText
 from inference_svc.kv_cache import KVCache
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ForwardShapes, Segment, StepPlan
@@ -54,18 +54,6 @@ class ProbeReport:
         if not self.position_independent:
             return "the place among the rows changes"
         return "" if self.prefix_independent else "a prefix that was found instead of computed changes"
-
-
-class NoText:
-    """A detokenizer for runs whose text nobody reads."""
-
-    def push(self, token_id: int) -> str:
-        """No text."""
-        return ""
-
-    def flush(self) -> str:
-        """No text."""
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

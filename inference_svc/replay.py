@@ -19,7 +19,7 @@ from typing import Protocol
 from common.errors import IsolationViolationError
 from common.ports import Clock
 from common.types import ChannelEvent, ChannelResult, FinishReason, Verdict
-from inference_svc.answer import AnswerText
+from inference_svc.answer import AnswerText, NoText
 from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.scheduler import Scheduler, SchedulerSettings
 from inference_svc.sequence import Sequence as Question
@@ -41,16 +41,6 @@ class ReplayRunner(Protocol):
     def drop(self, sequence_id: int) -> None:
         """Forget a sequence that has ended."""
         ...
-
-
-class _NoText:
-    """A detokenizer for answers whose text nobody reads; stop strings have done their work the first time."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +114,7 @@ class Replayer:
             item=replace(question.item, num_shared=0, time_budget_ms=_BUDGET_MS),
             attempt=question.attempt,
             published_s=self._clock.monotonic(),
-            answer=AnswerText(_NoText(), question.item.sampling),
+            answer=AnswerText(NoText(), question.item.sampling),
             eos_ids=question.eos_ids,
         )
         self._next_id -= 1

@@ -11,7 +11,7 @@ import torch
 
 from common.clock import ManualClock
 from common.types import ChannelResult, IsolationLevel, Prompt, SamplingParams, WorkItem
-from inference_svc.answer import AnswerText
+from inference_svc.answer import AnswerText, NoText
 from inference_svc.engine_core import EngineCore
 from inference_svc.kernels.layout import Precision
 from inference_svc.kv_cache import KVCache
@@ -19,7 +19,6 @@ from inference_svc.mask_summary import ForwardLog
 from inference_svc.model_loader import LoadedModel
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ForwardShapes, Segment, StepOutput, StepPlan
-from inference_svc.probe import NoText
 from inference_svc.sampler import Sampler
 from inference_svc.scheduler import Scheduler, SchedulerSettings
 from inference_svc.sequence import Sequence
