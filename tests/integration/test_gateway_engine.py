@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -17,9 +18,22 @@ from kev.testing import scripted_engine
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[AsyncEngine]:
-    engine = scripted_engine(lambda prompt: prompt * 2900, {"kev": {"core": {"max_tokens": 3000}}})
+def gate() -> threading.Event:
+    """Open; while it is closed no question gets its first token."""
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
+@pytest.fixture
+async def engine(gate: threading.Event) -> AsyncIterator[AsyncEngine]:
+    def script(prompt: str) -> str:
+        gate.wait(10)
+        return prompt * 2900
+
+    engine = scripted_engine(script, {"kev": {"core": {"max_tokens": 3000}}})
     yield engine
+    gate.set()
     await engine.close()
 
 
@@ -50,8 +64,11 @@ async def test_http_and_engine_give_the_same_verdict(engine: AsyncEngine, body: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_every_slot_and_channel(engine: AsyncEngine, stream: bool) -> None:
+async def test_a_client_that_leaves_frees_every_slot_and_channel(
+    engine: AsyncEngine, gate: threading.Event, stream: bool
+) -> None:
     """A lost client's questions keep their slots, or their channels count them for ever."""
+    gate.clear()
     body = json.dumps({"queries": [*"abcdefghijkl"], "stream": stream}).encode()
     incoming: asyncio.Queue[Message] = asyncio.Queue()
     incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -67,6 +84,7 @@ async def test_a_client_that_leaves_frees_every_slot_and_channel(engine: AsyncEn
             await asyncio.sleep(0.001)
         incoming.put_nowait({"type": "http.disconnect"})
         await task
+        gate.set()
         while (await engine.stats()).node.num_running or any(c.num_queued for c in await engine.channels()):
             await asyncio.sleep(0.001)
     assert (await engine.stats()).node.kv_bytes_used == 0
