@@ -3,10 +3,10 @@
 Invariants and semantics: every operation changes state in one piece between two awaits, so a cancelled call has either
 happened or not, and no waiting call can lose an item. A lease that ran out stays with its holder until somebody else
 takes the item; from then on the former holder is refused. Each grant of a lease has its own id, so a handed-back or
-lost lease never works again, whatever its attempt number. The whole transport is one consumer: at most one item of a
-channel is leased at a time. Entries and their bytes are bounded per channel. Unread progress is bounded in total: a
-full event stream refuses more until its reader has read, and takes outcomes, which are bounded by what was admitted.
-Durations come from the clock; only the length of a wait is real time.
+lost lease never works again, whatever its attempt number. Called directly, the transport is one nameless consumer;
+several share it through ``common.memory_consumer``. Entries and their bytes are bounded per channel. Unread progress is
+bounded in total: a full event stream refuses more until its reader has read, and takes outcomes, which are bounded by
+what was admitted. Durations come from the clock; only the length of a wait is real time.
 
 Not here: durability (the process is the unit of failure), the decision to dead-letter (the worker counts attempts).
 """
@@ -17,9 +17,11 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import InvalidRequestError, InvariantError, KevError, QueueFullError
+from common.memory_channel import Channel, Entry
+from common.memory_sharing import share_out
 from common.ports import Clock, Lease, Report, ReportState
 from common.types import ChannelEvent, ChannelResult, ErrorInfo, FinishReason, WorkItem
 from common.wakeup import WakeUp
@@ -36,35 +38,6 @@ class DeadLetter:
     item: WorkItem
     attempt: int
     error: ErrorInfo
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    item: WorkItem
-    order: int
-    published_at_s: float
-    num_bytes: int
-    attempt: int = 0
-    lease_id: str = ""
-    """Of the current lease; empty while the entry waits."""
-    expires_at_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Channel:
-    waiting: deque[_Entry] = field(default_factory=deque)
-    leased: _Entry | None = None
-    num_bytes: int = 0
-
-    @property
-    def depth(self) -> int:
-        return len(self.waiting) + (self.leased is not None)
-
-    def head(self, now_s: float) -> _Entry | None:
-        """The entry that may be leased now."""
-        if self.leased is not None:
-            return self.leased if self.leased.expires_at_s <= now_s else None
-        return self.waiting[0] if self.waiting else None
 
 
 async def _until(condition: Callable[[], bool], changed: WakeUp, wait_s: float) -> None:
@@ -105,8 +78,8 @@ class MemoryTransport:
         sizes = (num_channels, max_entries_per_channel, max_bytes_per_channel, max_events)
         if min(sizes) < 1 or lease_timeout_s <= 0:
             raise InvariantError("a memory transport needs room for something, and a lease time")
-        self._channels = [_Channel() for _ in range(num_channels)]
-        self._entries: dict[str, dict[int, _Entry]] = {}
+        self._channels = [Channel() for _ in range(num_channels)]
+        self._entries: dict[str, dict[int, Entry]] = {}
         self._clock = clock
         self._lease_timeout_s = lease_timeout_s
         self._max_entries_per_channel = max_entries_per_channel
@@ -115,7 +88,10 @@ class MemoryTransport:
         self._events: deque[ChannelEvent] = deque()
         self._unread: set[tuple[str, int]] = set()
         """Questions whose outcome is among the events."""
-        self._notices: dict[tuple[str, int], None] = {}
+        self._notices: dict[tuple[str, int], str] = {}
+        """Withdrawn leases, with their holder."""
+        self._rooms: dict[str, int] = {}
+        """Consumers that wait for work, and how much they would take."""
         self._dead_letters: deque[DeadLetter] = deque(maxlen=_MAX_DEAD_LETTERS)
         self._orders = itertools.count()
         self._grants = itertools.count()
@@ -158,17 +134,22 @@ class MemoryTransport:
 
     # ---- node's side
 
-    async def lease(self, max_items: int, wait_s: float) -> list[Lease]:
+    async def lease(self, max_items: int, wait_s: float, consumer: str = "") -> list[Lease]:
         """Take up to ``max_items`` items, at most one per channel; see ``common.ports.WorkStreams``."""
-        leases = self._take(max_items)
+        leases = self._take(max_items, consumer)
         if leases or max_items < 1 or wait_s <= 0:
             return leases
+        self._rooms[consumer] = max_items
         try:
             async with asyncio.timeout(wait_s):
-                while not (leases := self._take(max_items)):
+                while not (leases := self._take(max_items, consumer)):
                     await self._work_changed.wait(self._until_expiry_s())
         except TimeoutError:
             pass
+        finally:
+            self._rooms.pop(consumer, None)
+            if self._rooms:  # what was left to this consumer is theirs now
+                self._work_changed.wake_all()
         return leases
 
     async def renew(self, leases: Sequence[Lease]) -> list[bool]:
@@ -189,6 +170,29 @@ class MemoryTransport:
         self._work_changed.wake_all()
         return handed_back
 
+    def give_up(self, leases: Sequence[Lease]) -> None:
+        """Leave items to other consumers, at once and in a further attempt."""
+        for lease in leases:
+            entry = self._held(lease)
+            if entry is not None:
+                self._channels[entry.item.channel_id].take_back(entry)
+                entry.given_up_by = entry.consumer
+        self._work_changed.wake_all()
+
+    def leave(self, consumer: str, *, is_last_but_one: bool) -> None:
+        """A consumer has ended: others have its items at once, in a further attempt.
+
+        Args:
+            consumer: the one that has ended.
+            is_last_but_one: one is left; it takes what it had given up, too.
+        """
+        for channel in self._channels:
+            if consumer in channel.leased:
+                channel.take_back(channel.leased[consumer])
+            for entry in channel.waiting if is_last_but_one else ():
+                entry.given_up_by = None
+        self._work_changed.wake_all()
+
     async def dead_letter(self, lease: Lease, error: KevError) -> bool:
         """Set the item aside and report an error outcome for its question."""
         item = lease.item
@@ -208,11 +212,12 @@ class MemoryTransport:
         self._dead_letters.append(DeadLetter(item=item, attempt=lease.attempt, error=error.info))
         return True
 
-    async def cancellations(self, wait_s: float) -> list[tuple[str, int]]:
+    async def cancellations(self, wait_s: float, consumer: str = "") -> list[tuple[str, int]]:
         """Leased questions withdrawn since the last call, waiting up to ``wait_s`` seconds for the first one."""
-        await _until(lambda: bool(self._notices), self._notices_changed, wait_s)
-        withdrawn = list(self._notices)
-        self._notices.clear()
+        await _until(lambda: consumer in self._notices.values(), self._notices_changed, wait_s)
+        withdrawn = [key for key, holder in self._notices.items() if holder == consumer]
+        for key in withdrawn:
+            del self._notices[key]
         return withdrawn
 
     # ---- aggregator's side
@@ -252,15 +257,14 @@ class MemoryTransport:
         ):
             if held >= limit:
                 return QueueFullError.of_channel(item.channel_id, held, limit, unit)
-        entry = _Entry(
+        entry = Entry(
             item=item,
             order=next(self._orders),
             published_at_s=self._clock.monotonic(),
             num_bytes=_TOKEN_BYTES * len(item.prompt.ids),
         )
         self._entries.setdefault(item.request_id, {})[item.question_index] = entry
-        channel.waiting.append(entry)
-        channel.num_bytes += entry.num_bytes
+        channel.append(entry)
         return None
 
     def _take_in(self, report: Report) -> ReportState:
@@ -288,30 +292,38 @@ class MemoryTransport:
         if entry is None:
             return
         if entry.lease_id:
-            self._notify(key)
+            self._notify(key, entry.consumer)
         self._remove(entry)
 
     def _put_back(self, lease: Lease) -> bool:
         entry = self._held(lease)
         if entry is None:
             return False
+        self._channels[entry.item.channel_id].take_back(entry)
         entry.attempt -= 1
-        entry.lease_id = ""
-        channel = self._channels[entry.item.channel_id]
-        channel.leased = None
-        channel.waiting.appendleft(entry)
         return True
 
-    def _take(self, max_items: int) -> list[Lease]:
+    def _take(self, max_items: int, consumer: str) -> list[Lease]:
         now_s = self._clock.monotonic()
-        heads = [head for channel in self._channels if (head := channel.head(now_s)) is not None]
-        heads.sort(key=lambda entry: (not entry.lease_id, entry.order))
-        return [self._grant(entry, now_s) for entry in heads[: max(0, max_items)]]
+        heads = [head for channel in self._channels if (head := channel.head(consumer, now_s)) is not None]
+        heads.sort(key=lambda entry: (not entry.attempt, entry.order))
+        if self._rooms.keys() - {consumer}:
+            heads = self._share_of(consumer, heads, max_items, now_s)
+        return [self._grant(entry, consumer, now_s) for entry in heads[: max(0, max_items)]]
 
-    def _grant(self, entry: _Entry, now_s: float) -> Lease:
-        channel = self._channels[entry.item.channel_id]
-        if channel.leased is not entry:
-            channel.leased = channel.waiting.popleft()
+    def _share_of(self, consumer: str, heads: Sequence[Entry], max_items: int, now_s: float) -> list[Entry]:
+        """What is left of the heads beside the consumers that wait for work, too."""
+        rooms = {**self._rooms, consumer: max_items}
+        loads = {name: sum(name in channel.leased for channel in self._channels) for name in rooms}
+        able = [
+            [name for name in rooms if self._channels[entry.item.channel_id].head(name, now_s) is entry]
+            for entry in heads
+        ]
+        receivers = share_out(able, loads, rooms)
+        return [entry for entry, receiver in zip(heads, receivers, strict=True) if receiver == consumer]
+
+    def _grant(self, entry: Entry, consumer: str, now_s: float) -> Lease:
+        self._channels[entry.item.channel_id].give(entry, consumer)
         entry.attempt += 1
         entry.lease_id = f"{entry.order}-{next(self._grants)}"
         entry.expires_at_s = now_s + self._lease_timeout_s
@@ -325,34 +337,28 @@ class MemoryTransport:
         )
 
     def _until_expiry_s(self) -> float | None:
-        expiries_s = [channel.leased.expires_at_s for channel in self._channels if channel.leased is not None]
+        expiries_s = [entry.expires_at_s for channel in self._channels for entry in channel.leased.values()]
         return max(0.0, min(expiries_s) - self._clock.monotonic()) if expiries_s else None
 
-    def _find(self, key: tuple[str, int]) -> _Entry | None:
+    def _find(self, key: tuple[str, int]) -> Entry | None:
         request_id, question_index = key
         return self._entries.get(request_id, {}).get(question_index)
 
-    def _held(self, lease: Lease) -> _Entry | None:
+    def _held(self, lease: Lease) -> Entry | None:
         entry = self._find(lease.item.key)
         return entry if entry is not None and entry.lease_id == lease.lease_id else None
 
-    def _notify(self, key: tuple[str, int]) -> None:
+    def _notify(self, key: tuple[str, int], holder: str) -> None:
         # Dropping the oldest is harmless: its holder is refused at the next renewal or report.
         if len(self._notices) >= _MAX_NOTICES:
             del self._notices[next(iter(self._notices))]
-        self._notices[key] = None
+        self._notices[key] = holder
         self._notices_changed.wake_all()
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         siblings = self._entries[entry.item.request_id]
         del siblings[entry.item.question_index]
         if not siblings:
             del self._entries[entry.item.request_id]
-        channel = self._channels[entry.item.channel_id]
-        channel.num_bytes -= entry.num_bytes
-        if channel.leased is entry:
-            channel.leased = None
-        else:
-            channel.waiting.remove(entry)
-        entry.lease_id = ""
+        self._channels[entry.item.channel_id].remove(entry)
         self._work_changed.wake_all()

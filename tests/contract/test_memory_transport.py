@@ -12,7 +12,8 @@ import pytest
 from common.clock import ManualClock, SystemClock
 from common.errors import InvariantError, OutOfMemoryError
 from common.memory import MemoryTransport
-from common.ports import Report, ReportState
+from common.memory_consumer import ConsumerGroup
+from common.ports import Report, ReportState, WorkStreams
 from tests.contract.transport_suite import (
     LONG_S,
     Ends,
@@ -30,10 +31,11 @@ LEASE_TIMEOUT_S = 15.0
 
 
 class MemoryHarness:
-    """Both nodes are the same object: within a process there is one consumer."""
+    """Both nodes are the same object, or two consumers of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_consumers: int = 1) -> None:
         self._clock = ManualClock()
+        self._num_consumers = num_consumers
 
     async def create(
         self, *, num_channels: int, max_entries_per_channel: int = 64, max_bytes_per_channel: int = 67_108_864
@@ -45,7 +47,11 @@ class MemoryHarness:
             max_entries_per_channel=max_entries_per_channel,
             max_bytes_per_channel=max_bytes_per_channel,
         )
-        return Ends(router=transport, node=transport, other_node=transport, results=transport)
+        nodes: list[WorkStreams] = [transport, transport]
+        if self._num_consumers > 1:
+            group = ConsumerGroup(transport, max_attempts=2)
+            nodes = [group.join("node"), group.join("other-node")]
+        return Ends(router=transport, node=nodes[0], other_node=nodes[1], results=transport)
 
     async def expire_leases(self) -> None:
         self._clock.advance(LEASE_TIMEOUT_S)
@@ -68,6 +74,11 @@ async def settle() -> None:
 class TestMemoryTransport(TransportSuite):
     def make_harness(self) -> TransportHarness:
         return MemoryHarness()
+
+
+class TestMemoryConsumers(TransportSuite):
+    def make_harness(self) -> TransportHarness:
+        return MemoryHarness(num_consumers=2)
 
 
 def make_transport(max_events: int = 65_536) -> MemoryTransport:
