@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 from aggregator_svc.audit import Moment
@@ -157,6 +157,13 @@ class AggregatorService:
         """
         self._gathering.drop_expired()
         return self._store.holds(request_id, content_digest)
+
+    async def unregistered(self, request_ids: Sequence[str]) -> list[str]:
+        """None: nothing is lost here."""
+        return []
+
+    async def restore(self, record: RequestRecord, age_ms: int) -> None:
+        """Does nothing: nothing is lost here."""
 
     async def withdraw(self, request_id: str) -> None:
         """Cancel a request whose submission did not complete and forget it, so that its id can be used again."""

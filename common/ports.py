@@ -222,6 +222,18 @@ class RequestRegistry(Protocol):
         """Cancel a request whose submission did not complete."""
         ...
 
+    async def unregistered(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these registered requests are not known any more. Always empty where nothing is lost."""
+        ...
+
+    async def restore(self, record: RequestRecord, age_ms: int) -> None:
+        """Register a request that was lost again, as of ``age_ms`` ago; what is known of its questions stays.
+
+        Raises:
+            RequestConflictError: the id was taken meanwhile by a request with other content.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastEvent:

@@ -9,7 +9,7 @@ Not here: what aggregators make of it (``redis_source``), outcomes and events (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from uuid import uuid4
 
@@ -21,6 +21,8 @@ from common.redis_link import RedisLink
 from common.types import RequestRecord
 
 _RETRY_AFTER_S = 1.0
+_MAX_PER_CALL = 1_000
+"""Most requests that one script looks for: the server does nothing else meanwhile."""
 
 
 class RedisRegistry:
@@ -47,6 +49,19 @@ class RedisRegistry:
         registration = self.registration_of(record)
         with self.doubting(registration):
             return self.is_new(record, await self._link.unbroken(scripts.register(self._link, registration)))
+
+    async def restore(self, record: RequestRecord, age_ms: int) -> None:
+        """Set the record again unless there is one; see ``common.ports.RequestRegistry``."""
+        restoring = scripts.restore(self._link, self.registration_of(record), age_ms)
+        self.is_new(record, await self._link.unbroken(restoring))
+
+    async def unregistered(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these requests have no record; see ``common.ports.RequestRegistry``."""
+        unregistered: list[str] = []
+        for first in range(0, len(request_ids), _MAX_PER_CALL):
+            some = request_ids[first : first + _MAX_PER_CALL]
+            unregistered += await self._link.unbroken(scripts.unregistered(self._link, some))
+        return unregistered
 
     async def lookup(self, request_id: str, content_digest: str) -> bool:
         """Whether exactly this request is registered.

@@ -8,6 +8,7 @@ Not here: what a record means (``redis_registry``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -88,6 +89,49 @@ class Registration:
 async def register(runner: ScriptRunner, registration: Registration) -> RegisterState:
     """Set the record unless the id is taken; a new request finds no trace of an earlier one under its id."""
     return RegisterState((await runner.run(_REGISTER, *registration.arguments())).decode())
+
+
+_RESTORE = Script.of("""
+local request_id, digest, token, envelope, first_timeout_ms, ttl_ms, num_questions = unpack(ARGV, 1, 7)
+local request, registered_ms = REQUEST .. request_id, now_ms() - ARGV[9]
+local known = redis.call('HGET', request, 'digest')
+if known then return known == digest and 'same' or 'conflict' end
+local num_open = tonumber(num_questions)
+for _, name in ipairs(redis.call('HKEYS', QUESTIONS .. request_id)) do
+  if string.find(name, '^r:') then num_open = num_open - 1 end
+end
+redis.call('HSET', request, 'digest', digest, 'token', token, 'e', envelope, 'ms', whole(registered_ms))
+redis.call('HSET', request, 'open', whole(num_open))
+redis.call('PEXPIRE', request, ttl_ms)
+redis.call('ZADD', DEADLINES, whole(registered_ms + first_timeout_ms), request_id)
+keep(DEADLINES, ttl_ms)
+return 'new'
+""")
+
+
+async def restore(runner: ScriptRunner, registration: Registration, age_ms: int) -> RegisterState:
+    """Set the record that was lost of a request which is under way, as of ``age_ms`` ago.
+
+    What is known of its questions stays; it was accepted once, so no limit keeps it out.
+    """
+    return RegisterState((await runner.run(_RESTORE, *registration.arguments(), age_ms)).decode())
+
+
+_UNREGISTERED = Script.of(
+    """
+local unregistered = {}
+for i, request_id in ipairs(ARGV) do
+  if redis.call('EXISTS', REQUEST .. request_id) == 0 then unregistered[#unregistered + 1] = i - 1 end
+end
+return unregistered
+""",
+    frees_room=True,
+)
+
+
+async def unregistered(runner: ScriptRunner, request_ids: Sequence[str]) -> list[str]:
+    """Which of the requests there is no record of."""
+    return [request_ids[place] for place in await runner.run(_UNREGISTERED, *request_ids)]
 
 
 _TOKEN = Script.of("return redis.call('HGET', REQUEST .. ARGV[1], 'token')", frees_room=True)

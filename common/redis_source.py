@@ -34,8 +34,8 @@ _SIGN_AFTER = 1_024
 """Events read since the last sign of life."""
 _PAUSE_S = 0.2
 _MAX_OVERDUE = 1_000
-_YOUNG_S = 5.0
-"""Longer than a router needs to notice that requests were lost and to register them again."""
+_YOUNG_S = 10.0
+"""Longer than a router needs to notice that requests were lost and to register them again, even if it was stopped."""
 
 _log = logging.getLogger("kev.redis")
 

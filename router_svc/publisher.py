@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from common.errors import DrainingError, KevError
+from common.errors import DrainingError, KevError, RequestConflictError
 from common.ports import Clock, OutcomeBoard, WorkStreams
 from common.types import OverflowPolicy, WorkItem
 from router_svc.channels import ChannelPool
@@ -27,8 +27,9 @@ from router_svc.submission import PendingQuestion, Submission
 
 _WATCH_INTERVAL_S = 0.05
 _SEARCH_INTERVAL_S = 1.0
-_ENDED_S = 2.0
-"""Aggregators have read an outcome by then; so long a question is searched for after its end."""
+_ENDED_S = 3.0
+"""Aggregators have read an outcome by then, and the store has written it down; so long a question is searched for
+after its end."""
 
 _log = logging.getLogger(__name__)
 
@@ -186,13 +187,14 @@ class Publisher:
         next_search_s, is_failing = 0.0, False
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            published = [question for question in self._open.values() if question.submission.is_settled(question)]
-            if not (published or self._ended):
+            if not (self._open or self._ended):
                 continue
+            published = [question for question in self._open.values() if question.submission.is_settled(question)]
             try:
                 await self._end_settled(board, published)
                 if self._clock.monotonic() >= next_search_s:
                     next_search_s = self._clock.monotonic() + _SEARCH_INTERVAL_S
+                    await self._restore_lost()
                     await self._search(board, published)
                 is_failing = False
             except KevError as error:
@@ -207,19 +209,33 @@ class Publisher:
                 self.end(key)
                 self._ended[key] = (question, self._clock.monotonic())
 
+    async def _restore_lost(self) -> None:
+        """Register again what the store has lost, also of requests whose questions all wait for a place."""
+        ended = (question for question, _ in self._ended.values())
+        known = {question.submission.spec.request_id: question for question in (*self._open.values(), *ended)}
+        registered = [request_id for request_id, question in known.items() if question.submission.registered]
+        for request_id in await self._registrations.lost(registered):
+            submission = known[request_id].submission
+            if submission.record is None or not any(map(self._knows, submission.questions)):
+                continue  # withdrawn meanwhile
+            _log.warning("request %s was lost and is registered again", request_id)
+            age_ms = int((self._clock.monotonic() - submission.accepted_at_s) * 1000)
+            if not await self._registrations.restore(submission.record, age_ms):
+                submission.fail(RequestConflictError.of(request_id))
+                self.drop_all(submission)
+
+    def _knows(self, question: PendingQuestion) -> bool:
+        return self._open.get(question.key) is question or question.key in self._ended
+
     async def _search(self, board: OutcomeBoard, published: Sequence[PendingQuestion]) -> None:
-        """Publish again what was lost; whoever lost it may have lost the registration of its request too."""
+        """Publish again what was lost."""
         begun_s = self._clock.monotonic()
         placed = [question for question in published if self._pool.find(question) is not None]
         lost = await board.lost([*(question.key for question in placed), *self._ended])
-        known: set[Submission] = set()
         for key in lost:
             question = self._open.get(key) or self._taken_back(key)
-            if question is None or question.submission.record is None:
+            if question is None:
                 continue
-            if question.submission not in known:
-                await self._registrations.restore(question.submission.record)
-                known.add(question.submission)
             _log.warning("question %d of request %s was lost on its way; published again", key[1], key[0])
             question.claimed = False
             self._to_publish.append(question)

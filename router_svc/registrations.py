@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
-from common.errors import KevError, StoreUnavailableError
+from common.errors import KevError, RequestConflictError, StoreUnavailableError
 from common.ports import RequestRegistry
 from common.types import RequestRecord, RequestSpec
 
@@ -62,9 +62,17 @@ class Registrations:
         except (TimeoutError, StoreUnavailableError):
             return False
 
-    async def restore(self, record: RequestRecord) -> None:
-        """Register a request again that the store may have lost."""
-        await self._registry.register(record)
+    async def lost(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these registered requests the store has lost."""
+        return await self._registry.unregistered(request_ids)
+
+    async def restore(self, record: RequestRecord, age_ms: int) -> bool:
+        """Register a request again that the store has lost; False: its id belongs to another one by now."""
+        try:
+            await self._registry.restore(record, age_ms)
+        except RequestConflictError:
+            return False
+        return True
 
     def withdraw_later(self, request_id: str) -> None:
         """Have a request withdrawn by the next call of its id, or by ``retry_withdrawals``."""

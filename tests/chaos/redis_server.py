@@ -23,6 +23,7 @@ from tests.chaos.processes import Health, ServiceProcess, free_port
 from tests.contract.redis_servers import BINARIES
 
 _AOF_FOLDER = "appendonlydir"
+_REMEMBERED = "remembered"
 
 
 class RedisServer(ServiceProcess):
@@ -43,11 +44,18 @@ class RedisServer(ServiceProcess):
         """For clients."""
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def forget(self) -> None:
-        """Throw away what was written; only while it does not run."""
+    def remember(self) -> None:
+        """Keep what is written by now for ``forget``."""
+        shutil.rmtree(self._folder / _REMEMBERED, ignore_errors=True)
+        shutil.copytree(self._folder / _AOF_FOLDER, self._folder / _REMEMBERED)
+
+    def forget(self, *, but_remembered: bool = False) -> None:
+        """Throw away what was written, all of it or what came after ``remember``; only while it does not run."""
         if self.running:
             raise RuntimeError("a running server cannot be made to forget its files")
         shutil.rmtree(self._folder / _AOF_FOLDER, ignore_errors=True)
+        if but_remembered:
+            shutil.copytree(self._folder / _REMEMBERED, self._folder / _AOF_FOLDER)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[aioredis.Redis]:

@@ -150,6 +150,18 @@ async def kill_redis(cluster: Cluster, away_s: float = 0.0) -> int:
     return cluster.redis.num_starts - num_starts
 
 
+async def roll_back_redis(cluster: Cluster, lost_s: float = 1.0) -> int:
+    """SIGKILL, and start again without what was written in the last ``lost_s`` seconds: a disk that was too slow."""
+    num_starts = cluster.redis.num_starts
+    cluster.redis.remember()
+    await asyncio.sleep(lost_s)
+    cluster.redis.kill()
+    cluster.redis.forget(but_remembered=True)
+    cluster.redis.start()
+    await cluster.redis.wait_healthy(_PATIENCE_S)
+    return cluster.redis.num_starts - num_starts
+
+
 @asynccontextmanager
 async def standby_of(cluster: Cluster, folder: Path) -> AsyncIterator[RedisServer]:
     """A replica of the cluster's Redis that has caught up."""

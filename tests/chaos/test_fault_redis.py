@@ -59,6 +59,10 @@ async def _restart_empty(cluster: Cluster, _: RedisServer) -> int:
     return 1
 
 
+async def _roll_back(cluster: Cluster, _: RedisServer) -> int:
+    return await sabotage.roll_back_redis(cluster)
+
+
 async def _flush(cluster: Cluster, _: RedisServer) -> int:
     async with cluster.redis.client() as redis:
         num_keys = await redis.dbsize()
@@ -89,7 +93,7 @@ async def _hand_over(cluster: Cluster, standby: RedisServer) -> int:
 
 
 KEEPS = [_restart, _destroy_groups, _turn_read_only, _hand_over]
-FORGETS = [_restart_empty, _flush, _lose_primary]
+FORGETS = [_restart_empty, _roll_back, _flush, _lose_primary]
 """What was acknowledged may be gone."""
 
 

@@ -111,6 +111,47 @@ async def test_the_record_is_found_unchanged(registry: RedisRegistry, source: Re
     assert 15 <= found.age_ms < 5_000
 
 
+async def test_requests_without_a_record_are_told(deployment: RedisHarness, registry: RedisRegistry) -> None:
+    """A router would not notice that the store has lost what it had accepted."""
+    await registry.register(make_record("kept"))
+    await registry.register(make_record("lost"))
+    await deployment.client.delete(deployment.key(REQUEST, "lost"))
+    assert await registry.unregistered(["kept", "lost", "never"]) == ["lost", "never"]
+    assert await registry.unregistered([]) == []
+
+
+async def test_a_restored_request_keeps_what_is_known_of_its_questions(
+    deployment: RedisHarness, registry: RedisRegistry, source: RedisSource
+) -> None:
+    """An outcome that was there would be computed again, or the request never be complete."""
+    ends = await deployment.create(num_channels=2)
+    record = make_record("r", "d", 10_000, 10_000)
+    await registry.register(record)
+    for index in range(2):
+        await publish(ends.router, make_item(index, channel_id=index))
+    answered, running = await ends.node.lease(2, 0)
+    await commit(ends.node, answered, outcome(answered, "told"))
+    await deployment.client.delete(deployment.key(REQUEST, "r"))
+    await registry.restore(record, 4_000)
+    found = await source.find("r")
+    assert found is not None and found.record == record
+    assert 4_000 <= found.age_ms < 9_000
+    assert [past.event for past in found.events] == [outcome(answered, "told")]
+    assert await ends.router.lost([answered.item.key]) == []
+    await commit(ends.node, running, outcome(running))
+    assert await deployment.client.zcard(deployment.key(DEADLINES)) == 0, "with the last outcome it is complete"
+
+
+async def test_a_record_that_is_there_is_not_restored(registry: RedisRegistry, source: RedisSource) -> None:
+    """Two routers that both look after a request would push its deadlines about, or overwrite another one's id."""
+    await registry.register(make_record())
+    await registry.restore(make_record(), 60_000)
+    found = await source.find("r")
+    assert found is not None and found.age_ms < 50_000
+    with pytest.raises(RequestConflictError):
+        await registry.restore(make_record(digest="other"), 0)
+
+
 async def test_a_damaged_record_is_told(deployment: RedisHarness, registry: RedisRegistry, source: RedisSource) -> None:
     """A crash of the aggregator would repeat at every start."""
     await registry.register(make_record())

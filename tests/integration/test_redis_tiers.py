@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from aggregator_svc.service import AggregatorService
 from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
-from common.config import load_config
+from common.config import Config, load_config
 from common.errors import StoreUnavailableError
 from common.redis_link import RedisLink
 from common.redis_registry import RedisRegistry
@@ -25,7 +25,7 @@ from common.redis_source import RedisSource
 from common.redis_streams import RedisTransport
 from common.request import RequestRules, parse_request
 from common.tokenization import Detokenizer
-from common.types import FinishReason, RequestSpec, RequestState, StreamEvent, StreamEventType
+from common.types import FinishReason, RequestSpec, RequestState, RequestView, StreamEvent, StreamEventType
 from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.worker import Worker, WorkerSettings
 from kev.testing import ScriptedNode, ScriptedRunner, byte_tokenizer
@@ -64,14 +64,14 @@ class Deployment:
         return link, RedisTransport(link=link, clock=SystemClock(), settings=settings)
 
     @asynccontextmanager
-    async def router(self) -> AsyncIterator[RouterService]:
+    async def router(self, config: Config = CONFIG) -> AsyncIterator[RouterService]:
         link, transport = await self.transport("router")
         service = RouterService(
             tokenizer=TOKENIZER,
             work=transport,
             registry=RedisRegistry(link=link),
             clock=SystemClock(),
-            settings=RouterSettings.from_config(CONFIG),
+            settings=RouterSettings.from_config(config),
             board=transport,
         )
         async with _running(service.run(), link, transport):
@@ -240,6 +240,15 @@ async def test_cancel_crosses_redis(deployment: Deployment) -> None:
         assert node.stats().kv_bytes_used == 0
 
 
+async def _answered(aggregator: AggregatorService, request_id: str) -> RequestView:
+    """Wait as a client does who was told to try again."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(StoreUnavailableError):
+                return await aggregator.wait(request_id, 20)
+            await asyncio.sleep(0.05)
+
+
 async def test_a_flushed_store_costs_an_attached_request_nothing(deployment: Deployment) -> None:
     """FLUSHALL while a client waits: the router registers and publishes again what nobody has, and nobody is told
     meanwhile that the request does not exist."""
@@ -248,13 +257,23 @@ async def test_a_flushed_store_costs_an_attached_request_nothing(deployment: Dep
         async with Redis.from_url(deployment.url) as client:
             await client.flushall()
         async with deployment.aggregator() as aggregator, deployment.node("node-a", lambda q: q * 2):
-            async with asyncio.timeout(20):
-                while True:
-                    with suppress(StoreUnavailableError):
-                        view = await aggregator.wait(request_id, 20)
-                        break
-                    await asyncio.sleep(0.05)
+            view = await _answered(aggregator, request_id)
     assert [result.text for result in view.results] == ["aa", "bb", "cc"]
+
+
+async def test_a_flushed_store_costs_a_request_that_waits_nothing(deployment: Deployment) -> None:
+    """FLUSHALL while questions wait in the router only: their answers would belong to a request that nobody knows."""
+    texts = [f"question {i}" for i in range(20)]
+    router = {"channel_pool_size": 8, "channel_queue_size": 1, "overflow_policy": "queue"}
+    config = load_config({"kev": {"router": router}}, env={})
+    async with deployment.router(config) as service:
+        request_id = await service.submit(_spec(texts))
+        assert sum(channel.num_queued for channel in service.channels()) == 8, "the others wait in the router"
+        async with Redis.from_url(deployment.url) as client:
+            await client.flushall()
+        async with deployment.aggregator() as aggregator, deployment.node("node-a", str.upper):
+            view = await _answered(aggregator, request_id)
+    assert [result.text for result in view.results] == [text.upper() for text in texts]
 
 
 async def test_a_stream_goes_on_at_another_aggregator(deployment: Deployment) -> None:

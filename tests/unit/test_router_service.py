@@ -114,6 +114,16 @@ class Registry:
         if record is not None:
             self.on_withdraw(record)
 
+    async def unregistered(self, request_ids: Sequence[str]) -> list[str]:
+        await asyncio.sleep(0)
+        return [request_id for request_id in request_ids if request_id not in self.records]
+
+    async def restore(self, record: RequestRecord, age_ms: int) -> None:
+        await asyncio.sleep(0)
+        if not self._same(record.request_id, record.content_digest):
+            self.records[record.request_id] = record
+            self.log.append(f"restore {record.request_id} of {age_ms} ms ago")
+
 
 class Work:
     """Remembers items; refuses or holds up what it is told to."""
@@ -861,6 +871,38 @@ async def test_a_lost_question_is_published_again() -> None:
         assert house.work.items[2].channel_id == house.work.items[1].channel_id
         assert sum(house.loads) == 2
         assert house.registry.records == {"r": registered}, "whoever lost the question may have lost its request"
+
+
+async def test_a_lost_request_is_registered_again_while_all_its_questions_wait() -> None:
+    """What is published later would be answered to nobody: no aggregator could know whose it is."""
+    house = House(Board(), overflow_policy=OverflowPolicy.QUEUE)
+    async with house.running():
+        await house.router.submit(spec_of("running", 2, timeout_ms=60_000))
+        house.clock.advance(0.5)
+        await house.router.submit(spec_of("waiting", 2, timeout_ms=60_000))
+        house.registry.records.clear()
+        house.clock.advance(1.5)
+        await _until(lambda: house.registry.records.keys() == {"running", "waiting"})
+        assert house.log[-2:] == ["restore running of 2000 ms ago", "restore waiting of 1500 ms ago"]
+        assert house.work.keys == [("running", 0), ("running", 1)], "nothing else was lost"
+
+
+async def test_a_lost_request_whose_id_was_taken_lets_go_of_its_places() -> None:
+    """The router would try for ever, or answer another request's questions."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        await house.router.submit(spec_of("r", 2, timeout_ms=60_000))
+        taken = replace(house.registry.records.pop("r"), content_digest="other")
+
+        async def take_first(record: RequestRecord, age_ms: int) -> None:
+            house.registry.records["r"] = taken
+            raise RequestConflictError("r is taken")
+
+        house.registry.restore = take_first  # type: ignore[method-assign]
+        house.clock.advance(1.0)
+        await _until(lambda: house.loads == [0, 0])
+        assert house.registry.records == {"r": taken}
 
 
 async def test_a_question_that_is_lost_after_its_end_is_published_again() -> None:
