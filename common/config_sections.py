@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.config_text import Allowed
-from common.types import AggregateMode, IsolationLevel, KVCacheMode, NormalizeLevel, OverflowPolicy, Strategy
+from common.types import AggregateMode, Durability, IsolationLevel, KVCacheMode, NormalizeLevel, OverflowPolicy, Strategy
 from common.wording import shown
 
 _MAX_RING_POINTS = 1 << 20
@@ -28,7 +28,7 @@ class DeployMode(StrEnum):
     SINGLE = "single"
     """All three tiers in one process."""
     MULTI_GPU = "multi_gpu"
-    """One process, one engine core per device."""
+    """All three tiers in one process, one engine core per device."""
     DISTRIBUTED = "distributed"
     """Router, inference nodes and aggregator as services."""
 
@@ -73,6 +73,7 @@ class LogFormat(StrEnum):
 _Lax = Strict(strict=False)
 """YAML has neither enums nor tuples: text becomes the member, a list the tuple. Items stay strict."""
 _Borders = tuple[Annotated[int, Field(ge=1, le=16_777_216)], ...]
+_DEVICE = r"^(cpu|cuda:[0-9]{1,3})$"
 _Texts = tuple[Annotated[str, Field(min_length=1)], ...]
 
 
@@ -92,15 +93,31 @@ class DeployConfig(Section):
     """``kev.deploy``."""
 
     mode: Annotated[DeployMode, _Lax] = DeployMode.SINGLE
-    """Which form runs: all tiers in one process, one engine core per GPU, or three services."""
-    workers: int = Field(default=1, ge=1, le=1024)
-    """Inference workers; mode single has exactly 1."""
+    """Which form runs: all tiers in one process, the same with one engine core per device, or three services."""
+    workers: int = Field(default=0, ge=0, le=1024)
+    """Engine cores (multi_gpu) or nodes (distributed); 0 is one per device. Mode single has exactly 1."""
+    devices: Annotated[
+        tuple[Annotated[str, Field(pattern=_DEVICE)], ...],
+        _Lax,
+        Field(max_length=64),
+        Allowed("a list of at most 64 devices, each cpu or cuda:N"),
+    ] = ()
+    """Where the engine cores of mode multi_gpu run, in turn; empty: on every visible GPU, without one on the CPU."""
 
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
-        if self.mode is DeployMode.SINGLE and self.workers != 1:
+        if self.mode is DeployMode.SINGLE and self.workers > 1:
             message = f"must be 1, got {self.workers}; workers > 1 comes with deploy.mode: distributed or multi_gpu"
             raise _broken_rule("workers", message)
+        return self
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Self:
+        if self.devices and self.mode is not DeployMode.MULTI_GPU:
+            message = f"are of deploy.mode: multi_gpu, got mode {self.mode}; core.device says where one core runs"
+            raise _broken_rule("devices", message)
+        if len(set(self.devices)) != len(self.devices):
+            raise _broken_rule("devices", f"must name each device once, got {[*self.devices]}; see workers")
         return self
 
 
@@ -123,8 +140,32 @@ class RouterConfig(Section):
     """Bytes (of store memory, or 4 a token) from which on a channel that holds something takes no more."""
     overflow_queue_size: int = Field(default=256, ge=1, le=1_000_000)
     """Questions that the overflow queue holds (overflow_policy: queue)."""
+    overflow_queue_bytes: int = Field(default=268_435_456, ge=1, le=1_099_511_627_776)
+    """Bytes, 4 a prompt token, of waiting questions from which on no more may wait (overflow_policy: wait, queue)."""
+    max_waiting_queries: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Questions that all submit calls together may hold back for want of a channel (overflow_policy: wait)."""
+    max_wait_ms: int = Field(default=0, ge=0, le=86_400_000)
+    """Milliseconds a submit call waits for its first channel (overflow_policy: wait); 0 is its time budget."""
     breaker_queue_length: int = Field(default=1, ge=0, le=100_000)
     """Outstanding questions on a channel from which on a new one is diverted to an idle channel; 0 never diverts."""
+    breaker_max_age_ms: int = Field(default=60_000, ge=0, le=86_400_000)
+    """Milliseconds the oldest question may be on a channel before new ones are diverted; 0 sets no limit."""
+    breaker_failure_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of errors and time-outs in a channel's latest outcomes from which on new ones are diverted; 0 never."""
+    breaker_min_outcomes: int = Field(default=20, ge=1, le=1_000_000)
+    """Outcomes of a channel in its window before the share of failures counts."""
+    breaker_window_ms: int = Field(default=30_000, ge=100, le=86_400_000)
+    """Milliseconds of outcomes that breaker_failure_rate looks at."""
+    breaker_cooldown_ms: int = Field(default=5_000, ge=0, le=86_400_000)
+    """Milliseconds a channel is left alone before one question is sent there to see whether it is well."""
+    hot_spot_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the latest questions from which on a bucket or channel is a hot spot (at least 1.5 even shares)."""
+    hot_spot_end_share: float = Field(default=0.2, gt=0, le=1)
+    """Share under which it is one no more; below hot_spot_share."""
+    hot_spot_min_questions: int = Field(default=100, ge=1, le=1_000_000_000)
+    """Questions in the window before anything is a hot spot."""
+    hot_spot_window_ms: int = Field(default=60_000, ge=100, le=86_400_000)
+    """Milliseconds of questions that hot spots and heat are told from."""
     max_queries_per_request: int = Field(default=256, ge=1, le=65_536)
     """Most questions in one request."""
     max_question_bytes: int = Field(default=262_144, ge=1, le=67_108_864)
@@ -149,6 +190,13 @@ class RouterConfig(Section):
         tiers = self.length_tiers
         if any(low >= high for low, high in pairwise(tiers)):
             raise _broken_rule("length_tiers", f"must be ascending, such as [64, 512], got {[*tiers]}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_hot_spot(self) -> Self:
+        if self.hot_spot_end_share >= self.hot_spot_share:
+            below = f"must be below hot_spot_share ({self.hot_spot_share:g}), or a hot spot would begin and end at once"
+            raise _broken_rule("hot_spot_end_share", f"{below}, got {self.hot_spot_end_share:g}")
         return self
 
     @model_validator(mode="after")
@@ -195,13 +243,13 @@ class CoreConfig(Section):
     prefill_rows: int = Field(default=128, ge=1, le=65_536)
     """Prompt tokens of all questions in one forward pass."""
     kv_cache_bytes: int = Field(default=0, ge=0, le=2**50)
-    """Bytes for KV; 0 makes room for max_parallel_queries full contexts."""
+    """Bytes for KV, of each engine core; 0 makes room for max_parallel_queries full contexts."""
     num_threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the forward pass; 0 uses every core."""
+    """CPU threads of the forward pass; 0 uses every core, divided between the engine cores of mode multi_gpu."""
     backend: Annotated[Backend, _Lax] = Backend.AUTO
     """What runs the forward: auto takes native where it knows the model, cpu is torch, flex is for device cuda."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$"), Allowed("one of cpu, cuda or cuda:N")] = "cpu"
-    """Where the model runs."""
+    """Where the model runs; in mode multi_gpu, deploy.devices says it."""
     cache_dir: str = ""
     """Directory for converted models; empty is the user's cache directory."""
     keep_packed: bool = True
@@ -277,6 +325,8 @@ class ClusterConfig(Section):
     """Deployment: services of one name work together; on one Redis, others are separate."""
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", min_length=1)
     """Redis or Valkey 7.0 or newer; redis:// or rediss:// with user, password and database."""
+    durability: Annotated[Durability, _Lax] = Durability.MEMORY
+    """What Redis must keep when it crashes, checked at the start: nothing, all but its last second or two, or all."""
     router_address: str = Field(default="127.0.0.1:50051", min_length=1)
     """host:port that clients and the gateway dial for the router."""
     aggregator_address: str = Field(default="127.0.0.1:50052", min_length=1)

@@ -34,6 +34,7 @@ from common.redis_keys import RedisKeys
 from common.redis_scripts import Argument, Script
 from common.redis_scripts_results import EventEntry, event_entry
 from common.redis_settings import LinkSettings
+from common.types import Durability
 
 _MIN_VERSION = (7, 0)
 _FIRST_BACKOFF_S = 0.02
@@ -127,10 +128,11 @@ class RedisLink:
         """Look whether the server can keep the guarantees; also the readiness check.
 
         Raises:
-            ConfigError: older than 7.0, an eviction policy other than ``noeviction``, or refused credentials.
+            ConfigError: older than 7.0, an eviction policy other than ``noeviction``, less durable than the settings
+                ask for, or refused credentials.
             StoreUnavailableError: away, or a replica.
         """
-        look = self._persist(lambda: self._client.info("server", "memory", "replication"))
+        look = self._persist(lambda: self._client.info("server", "memory", "replication", "persistence"))
         info: Mapping[str, Any] = await self.interruptible(look)
         version = str(info.get("redis_version", ""))
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -144,6 +146,27 @@ class RedisLink:
             )
         if info.get("role") == "slave":
             raise StoreUnavailableError("the Redis server is a read-only replica; connect to its primary")
+        if self.settings.durability is not Durability.MEMORY:
+            await self._check_durability(has_aof=info.get("aof_enabled") == 1)
+
+    async def _check_durability(self, *, has_aof: bool) -> None:
+        asked = f"and cluster.durability is {self.settings.durability}"
+        if not has_aof:
+            raise ConfigError(f"the Redis server keeps nothing when it crashes, {asked}; set its appendonly to yes")
+        if self.settings.durability is Durability.AOF:
+            return
+        look = self._persist(lambda: self._client.config_get("appendfsync"))
+        try:
+            sync = (await self.interruptible(look)).get("appendfsync", "")
+        except InvariantError:
+            raise ConfigError(
+                f"the Redis server does not say when it syncs its file, {asked}; allow CONFIG GET, or ask for aof"
+            ) from None
+        if sync != "always":
+            raise ConfigError(
+                f"the Redis server may lose its last writes when it crashes (appendfsync {sync}), {asked}; "
+                "set its appendfsync to always, or ask for aof"
+            )
 
     # ---- calls
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from common.errors import ConfigError
-from common.types import ChannelEvent, WorkItem
+from common.types import ChannelEvent, Durability, WorkItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,8 @@ class LinkSettings:
     block_s: float = 5.0
     """How long a blocking read waits at the server; its socket waits ``socket_timeout_s`` longer."""
     max_connections: int = 16
+    durability: Durability = Durability.MEMORY
+    """What the server must keep when it crashes."""
 
 
 def _no_trace(_: object) -> str:

@@ -76,7 +76,9 @@ async def join(config: Config, node_id: str, telemetry: Telemetry) -> tuple[Redi
         StoreUnavailableError: Redis cannot be reached.
     """
     cluster, router = config.cluster, config.router
-    link = await RedisLink.connect(LinkSettings(url=cluster.redis_url, deployment=cluster.name))
+    link = await RedisLink.connect(
+        LinkSettings(url=cluster.redis_url, deployment=cluster.name, durability=cluster.durability)
+    )
     settings = RedisTransportSettings(
         num_channels=router.channel_pool_size,
         node_id=node_id,

@@ -9,6 +9,7 @@ Not here: validation of what a user sent (``common.request``), the wire form (``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,6 +54,43 @@ class OverflowPolicy(StrEnum):
     """The question goes to one bounded overflow queue, drained in order; a full queue refuses."""
     REJECT = "reject"
     """The whole request is refused at once with a retry-after."""
+
+
+class Durability(StrEnum):
+    """What the store must keep when it crashes; less than that is refused at the start."""
+
+    MEMORY = "memory"
+    """Nothing: what it loses of requests that somebody waits for is registered and published again."""
+    AOF = "aof"
+    """All but the last second or two: an append-only file that is synced every second."""
+    DURABLE = "durable"
+    """Everything it has acknowledged: an append-only file that is synced before every reply."""
+
+
+class Diversion(StrEnum):
+    """Why a question is not on the channel that its strategy picked first."""
+
+    QUEUE_LENGTH = "queue_length"
+    """The channel had too many outstanding questions beside the shortest one."""
+    FULL = "full"
+    """The channel had no room."""
+    AGE = "age"
+    """The channel's oldest outstanding question was too old."""
+    FAILURES = "failures"
+    """Too many of the channel's latest questions failed."""
+    WAITED = "waited"
+    """The question waited for a place, and found it on another channel."""
+
+
+class BreakerState(StrEnum):
+    """What the breaker of a channel does with new questions."""
+
+    CLOSED = "closed"
+    """Lets them in."""
+    OPEN = "open"
+    """Sends them to other channels."""
+    HALF_OPEN = "half_open"
+    """Lets one in, to see whether it succeeds."""
 
 
 class AggregateMode(StrEnum):
@@ -240,6 +278,8 @@ class Route:
     normalized_text: str = ""
     removed: tuple[str, ...] = ()
     """Pieces that normalization removed, in order."""
+    diverted_why: Diversion | None = None
+    """Why the breaker did; None when it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,6 +460,8 @@ class Result:
     removed: tuple[str, ...] = ()
     """What normalization removed from the question."""
     priority: int = 0
+    diverted_why: Diversion | None = None
+    """Why the question is not on the channel ``diverted_from``; None when it is on the one first picked."""
 
 
 class StreamEventType(StrEnum):
@@ -476,6 +518,53 @@ class ChannelSnapshot:
     num_diverted: int
     """Questions the breaker sent elsewhere since start."""
     breaker_open: bool
+    """Whether a question that the strategy sends here would go elsewhere now."""
+    breaker: BreakerState = BreakerState.CLOSED
+    breaker_why: Diversion | None = None
+    """Why the breaker is not closed."""
+    num_bytes: int = 0
+    """Bytes of the questions on the channel, 4 a prompt token."""
+    oldest_ms: int = 0
+    """For how long the oldest question has been on the channel; 0 without one."""
+    num_recent: int = 0
+    """Questions placed on the channel in the window of ``RouterStats``."""
+    num_recent_failures: int = 0
+    """Questions of the channel that failed in the breaker's window."""
+
+
+class HotSpotKind(StrEnum):
+    """What is hot."""
+
+    BUCKET = "bucket"
+    CHANNEL = "channel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotSpot:
+    """One bucket or channel with far more than its share of the latest questions."""
+
+    kind: HotSpotKind
+    channel_id: int
+    """The channel; of a bucket, the one that its strategy picks."""
+    num_questions: int
+    """In the window."""
+    share: float
+    """Of all questions in the window, 0 to 1."""
+    remedy: str
+    """What an operator can do, in words."""
+    strategy: Strategy | None = None
+    """Of a bucket."""
+    hash_bucket: int | None = None
+    """Of a bucket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketHeat:
+    """How many of the latest questions were in one bucket."""
+
+    strategy: Strategy
+    hash_bucket: int
+    num_questions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,11 +580,21 @@ class RouterStats:
     """Characters that normalization removed."""
     bucket_counts: tuple[tuple[int, int], ...]
     """(hash_bucket, questions) of the most used buckets, most used first."""
+    window_ms: int = 0
+    """Length of the window that the following are about."""
+    num_recent: int = 0
+    """Questions accepted in the window."""
+    bucket_heat: tuple[BucketHeat, ...] = ()
+    """The buckets with the most questions in the window, hottest first."""
+    hot_spots: tuple[HotSpot, ...] = ()
+    """Buckets and channels with far more than their share of the window."""
+    releases_per_s: float | None = None
+    """Pace at which channels give places back while there is work; None: not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStats:
-    """Counters and gauges of one inference engine."""
+    """Counters and gauges of one inference engine, or of several together."""
 
     node_id: str
     num_running: int
@@ -512,6 +611,27 @@ class NodeStats:
     """Answers that were computed again, alone (``isolation.replay_rate``)."""
     num_violations: int = 0
     """Of these, the ones that differed."""
+
+    @classmethod
+    def together(cls, nodes: Sequence[NodeStats]) -> NodeStats:
+        """The sums of several; alive when one of them is."""
+        if len(nodes) == 1:
+            return nodes[0]
+        return cls(
+            node_id=",".join(node.node_id for node in nodes),
+            num_running=sum(node.num_running for node in nodes),
+            num_waiting=sum(node.num_waiting for node in nodes),
+            max_slots=sum(node.max_slots for node in nodes),
+            num_steps=sum(node.num_steps for node in nodes),
+            num_prompt_tokens=sum(node.num_prompt_tokens for node in nodes),
+            num_completion_tokens=sum(node.num_completion_tokens for node in nodes),
+            kv_bytes_used=sum(node.kv_bytes_used for node in nodes),
+            kv_bytes_total=sum(node.kv_bytes_total for node in nodes),
+            num_prefixes=sum(node.num_prefixes for node in nodes),
+            num_replayed=sum(node.num_replayed for node in nodes),
+            num_violations=sum(node.num_violations for node in nodes),
+            alive=any(node.alive for node in nodes),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -537,7 +657,10 @@ class IsolationReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters of the embedded form: its router and its node."""
+    """Counters of router and nodes."""
 
     router: RouterStats
     node: NodeStats
+    """All nodes together."""
+    nodes: tuple[NodeStats, ...] = ()
+    """Each node: the engine core of a device, or a process of the distributed form."""

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
+from common.types import Durability
+
 
 class Role(StrEnum):
     """What a process does in a cluster."""
@@ -27,6 +29,8 @@ class Role(StrEnum):
 
 STORE_OPTIONS = ("--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--maxmemory-policy", "noeviction")
 """Every write in a file that is synced each second, and no key ever thrown away for room."""
+SYNC_ALWAYS = ("--appendfsync", "always")
+"""Overrides the former for ``cluster.durability: durable``."""
 
 HEALTH_SERVICES: Mapping[Role, str] = MappingProxyType(
     {
@@ -53,13 +57,14 @@ def commands(config_path: str, python: str = "python") -> dict[Role, tuple[str, 
     }
 
 
-def store_command(binary: str, folder: str, port: int) -> tuple[str, ...]:
+def store_command(binary: str, folder: str, port: int, durability: Durability = Durability.MEMORY) -> tuple[str, ...]:
     """Argument list of a store for this machine only.
 
     Args:
         binary: ``valkey-server`` or ``redis-server``.
         folder: where it keeps its data; must exist.
         port: on the loopback interface.
+        durability: what it must keep at least; it keeps all but the last second or two anyway.
     """
     where = ("--bind", "127.0.0.1", "--port", str(port), "--dir", folder, "--loglevel", "notice")
-    return (binary, *where, *STORE_OPTIONS)
+    return (binary, *where, *STORE_OPTIONS, *(SYNC_ALWAYS if durability is Durability.DURABLE else ()))

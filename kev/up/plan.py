@@ -95,7 +95,9 @@ def plan_cluster(config: Config, ports: Ports, surroundings: Surroundings, *, no
     """
     shared = _cluster_config(config, ports, surroundings, no_model=no_model)
     path = surroundings.folder / "kev.yaml"
-    store = store_command(surroundings.store_binary, str(surroundings.folder / "store"), ports.store)
+    store = store_command(
+        surroundings.store_binary, str(surroundings.folder / "store"), ports.store, config.cluster.durability
+    )
     argv = {Role.STORE: store, **commands(str(path), surroundings.python)}
     specs: list[ProcessSpec] = []
     for stage, role in enumerate(_STAGES):

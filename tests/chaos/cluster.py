@@ -25,7 +25,7 @@ import yaml
 
 from common.codec import open_envelope
 from common.redis_keys import EVENTS, RedisKeys
-from common.types import ChannelResult, ChannelStarted
+from common.types import ChannelResult, ChannelStarted, Durability
 from kev.client import AsyncClient
 from kev.testing import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from kev.up.commands import HEALTH_SERVICES, Role, commands
@@ -48,6 +48,8 @@ class ClusterSettings:
     gateway: bool = False
     proxied: bool = True
     redis: str = "valkey"
+    durability: Durability = Durability.AOF
+    """What Redis keeps when it is killed; ``aof`` may lose a second or two when the disk is busy."""
     name: str = "chaos"
     sections: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Of ``kev.yaml``, over the ones below."""
@@ -61,6 +63,7 @@ class ClusterSettings:
             "aggregator": {"timeout_ms": 30_000, "result_ttl_s": 600, "max_requests": 100_000},
             "cluster": {
                 "name": self.name,
+                "durability": self.durability.value,
                 "node_engine": "scripted",
                 "lease_timeout_s": 2.0,
                 "max_attempts": 3,
@@ -88,7 +91,7 @@ class Cluster:
 
     def __init__(self, folder: Path, settings: ClusterSettings | None = None) -> None:
         self.settings = settings or ClusterSettings()
-        self.redis = RedisServer(folder, self.settings.redis)
+        self.redis = RedisServer(folder, self.settings.redis, durability=self.settings.durability)
         self.routers: list[ServiceProcess] = []
         self.aggregators: list[ServiceProcess] = []
         self.nodes: list[ServiceProcess] = []

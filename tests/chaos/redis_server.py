@@ -1,7 +1,7 @@
 """A Redis or Valkey server of one's own, started as ``kev up`` starts it: AOF, private folder, random loopback port.
 
 Invariants and semantics: what it has acknowledged survives its own death (not the machine's), unless ``forget`` comes
-between two lives.
+between two lives, or the disk was too busy for what it had not synced yet; with ``durable`` that too.
 
 Not here: faults between it and its clients (``proxy``).
 """
@@ -18,6 +18,7 @@ import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
+from common.types import Durability
 from kev.up.commands import store_command
 from tests.chaos.processes import Health, ServiceProcess, free_port
 from tests.contract.redis_servers import BINARIES
@@ -33,10 +34,13 @@ class RedisServer(ServiceProcess):
         port: where it listens, the same in every life.
     """
 
-    def __init__(self, folder: Path, kind: str = "valkey", *options: str) -> None:
+    def __init__(
+        self, folder: Path, kind: str = "valkey", *options: str, durability: Durability = Durability.AOF
+    ) -> None:
         """A server of a kind in ``tests.contract.redis_servers.BINARIES``."""
         self.port = free_port()
-        command = [*store_command(BINARIES[kind], str(folder), self.port), "--loglevel", "warning", *options]
+        store = store_command(BINARIES[kind], str(folder), self.port, durability)
+        command = [*store, "--loglevel", "warning", *options]
         super().__init__(f"redis-{kind}", command, folder, _ping(self.port))
 
     @property

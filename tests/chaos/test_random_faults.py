@@ -2,7 +2,8 @@
 
 ``KEV_CHAOS_SECONDS`` says how long at most; with ``KEV_CHAOS_QUESTIONS`` and ``KEV_CHAOS_FAULTS`` it ends as soon as
 both numbers are reached, and fails if not. ``KEV_CHAOS_SEED`` repeats the choices of a run; ``KEV_CHAOS_JSON`` names
-a file for the figures, ``KEV_CHAOS_AGGREGATORS`` the number of aggregators.
+a file for the figures, ``KEV_CHAOS_AGGREGATORS`` the number of aggregators, ``KEV_CHAOS_DURABILITY`` what Redis keeps
+when it is killed: with ``aof`` and a busy disk it may come back without its last acknowledged writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from common.types import Durability
 from tests.chaos.campaign import Campaign, CampaignSettings
 from tests.chaos.cluster import Cluster, ClusterSettings
 from tests.chaos.workload import WorkloadSettings
@@ -25,6 +27,7 @@ NUM_FAULTS = int(os.environ.get("KEV_CHAOS_FAULTS", "0"))
 MAX_S = float(os.environ.get("KEV_CHAOS_SECONDS", "3600" if NUM_QUESTIONS or NUM_FAULTS else "45"))
 SEED = int(os.environ.get("KEV_CHAOS_SEED", "0")) or int(time.time())
 NUM_AGGREGATORS = int(os.environ.get("KEV_CHAOS_AGGREGATORS", "1"))
+DURABILITY = Durability(os.environ.get("KEV_CHAOS_DURABILITY", "durable" if NUM_AGGREGATORS > 1 else "aof"))
 JSON_PATH = os.environ.get("KEV_CHAOS_JSON", "")
 SETTLE_S = 60.0
 LOAD = WorkloadSettings(
@@ -48,7 +51,8 @@ async def test_random_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     settings = CampaignSettings(seed=SEED, load=LOAD, max_s=MAX_S, num_questions=NUM_QUESTIONS, num_faults=NUM_FAULTS)
     tell(f"\nKEV_CHAOS_SEED={SEED} KEV_CHAOS_SECONDS={MAX_S:g}")
-    async with Cluster(tmp_path, ClusterSettings(num_nodes=2, num_aggregators=NUM_AGGREGATORS)) as cluster:
+    size = ClusterSettings(num_nodes=2, num_aggregators=NUM_AGGREGATORS, durability=DURABILITY)
+    async with Cluster(tmp_path, size) as cluster:
         outcome = await Campaign(cluster, settings, tell).run()
         report = outcome.report
         tell(f"{outcome.spent_s:.0f} s, {outcome.num_rounds} rounds: {report.summary()}")

@@ -24,6 +24,7 @@ from common.redis_link import RedisLink
 from common.redis_scripts import Script
 from common.redis_settings import LinkSettings
 from common.redis_streams import RedisTransport
+from common.types import Durability
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import LossyProxy, lossy_proxy
 from tests.contract.redis_servers import free_port, running_server
@@ -389,6 +390,30 @@ async def test_a_server_that_evicts_is_refused(server_name: str, tmp_path: Path)
     with running_server(server_name, tmp_path, None, "--maxmemory-policy", "allkeys-lru") as url:
         with pytest.raises(ConfigError, match="noeviction"):
             await RedisLink.connect(LinkSettings(url=url, deployment="test-evicts"))
+
+
+@pytest.mark.parametrize(
+    ("durability", "options", "refusal"),
+    [
+        ("memory", [], None),
+        ("aof", [], "set its appendonly to yes"),
+        ("aof", ["--appendonly", "yes"], None),
+        ("durable", ["--appendonly", "yes", "--appendfsync", "everysec"], "set its appendfsync to always"),
+        ("durable", ["--appendonly", "yes", "--appendfsync", "always"], None),
+        ("durable", ["--appendonly", "yes", "--rename-command", "CONFIG", "hidden"], "allow CONFIG GET"),
+    ],
+)
+async def test_a_server_that_keeps_less_than_was_asked_for_is_refused(
+    server_name: str, tmp_path: Path, durability: str, options: list[str], refusal: str | None
+) -> None:
+    """An operator who asked for durable requests would learn from a crash that they are not."""
+    with running_server(server_name, tmp_path, None, *options) as url:
+        settings = LinkSettings(url=url, deployment="test-durable", durability=Durability(durability))
+        if refusal is not None:
+            with pytest.raises(ConfigError, match=refusal):
+                await RedisLink.connect(settings)
+        else:
+            await (await RedisLink.connect(settings)).close()
 
 
 async def test_wrong_credentials_are_no_outage(server_name: str, tmp_path: Path) -> None:
