@@ -29,6 +29,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from common.errors import ConfigError, InvariantError, StoreUnavailableError
+from common.outage_log import OutageLog
 from common.redis_batches import Batches, Command
 from common.redis_keys import RedisKeys
 from common.redis_scripts import Argument, Script
@@ -95,6 +96,7 @@ class RedisLink:
         self._idle: list[Any] = []
         """Connections for scripts that are not in use."""
         self._random = random.Random()
+        self._outage = OutageLog(_log)
 
     @classmethod
     async def connect(cls, settings: LinkSettings) -> RedisLink:
@@ -316,12 +318,14 @@ class RedisLink:
         backoff_s = _FIRST_BACKOFF_S
         while True:
             try:
-                return await self._once(attempt)
+                reply = await self._once(attempt)
+                self._outage.worked()
+                return reply
             except StoreUnavailableError as error:
                 left_s = gives_up_at_s - loop.time()
                 if left_s <= 0 or isinstance(error, StoreFullError) or _is_abandoned(call):
                     raise
-                _log.warning("%s; trying again", error)
+                self._outage.failed(f"{error}; trying again")
                 await _pause(min(self._random.uniform(0, backoff_s), left_s), call)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
                 if _is_abandoned(call):

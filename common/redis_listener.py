@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping
 
 from common.errors import KevError
+from common.outage_log import OutageLog
 from common.redis_link import RedisLink
 from common.wakeup import WakeUp
 
@@ -58,6 +59,7 @@ class RedisListener:
         self._num_waiting = 0
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._outage = OutageLog(_log)
 
     async def wait(self, signal: Signal, version: int, wait_s: float) -> None:
         """Wait until the signal is past ``version``, at most ``wait_s`` seconds."""
@@ -91,10 +93,11 @@ class RedisListener:
                     positions.update(new)
                     changed = list(new)
             except KevError as error:
-                _log.warning("cannot listen for changes: %s", error)
+                self._outage.failed(f"cannot listen for changes: {error}")
                 positions = {}
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            self._outage.worked()
             for stream in changed:
                 for signal in self._streams[stream]:
                     signal.set()

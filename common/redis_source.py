@@ -20,6 +20,7 @@ from common import redis_scripts_registry as registry_scripts
 from common import redis_scripts_results as scripts
 from common.codec import open_envelope, seal
 from common.errors import InvalidRequestError, StoreUnavailableError
+from common.outage_log import OutageLog
 from common.ports import PastEvent, RegisteredRequest, Withdrawn
 from common.redis_keys import RESULTS
 from common.redis_link import RedisLink
@@ -58,6 +59,7 @@ class RedisSource:
         self._sign_at_s = 0.0
         self._num_unsigned = 0
         self._read_lock = asyncio.Lock()
+        self._outage = OutageLog(_log)
 
     # ---- events (ResultStream)
 
@@ -112,11 +114,13 @@ class RedisSource:
 
     async def _wait(self, max_events: int, wait_s: float) -> list[EventEntry]:
         try:
-            return await self._link.interruptible(
+            entries = await self._link.interruptible(
                 self._link.entries_after(self._results, self._position, max_events, wait_s)
             )
+            self._outage.worked()
+            return entries
         except StoreUnavailableError as error:
-            _log.warning("cannot wait for events: %s", error)
+            self._outage.failed(f"cannot wait for events: {error}")
             await asyncio.sleep(min(wait_s, _PAUSE_S))
             return []
 

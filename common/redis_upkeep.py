@@ -17,6 +17,7 @@ from common import redis_scripts_lease as lease_scripts
 from common import redis_scripts_upkeep as scripts
 from common.codec import seal
 from common.errors import InvariantError, KevError, StoreUnavailableError
+from common.outage_log import OutageLog
 from common.ports import Clock
 from common.redis_keys import UNOWNED
 from common.redis_link import RedisLink
@@ -35,6 +36,7 @@ class RedisUpkeep:
         self._clock = clock
         self._settings = settings
         self._num_lost_entries = 0
+        self._outage = OutageLog(_log)
 
     @property
     def num_lost_entries(self) -> int:
@@ -53,8 +55,9 @@ class RedisUpkeep:
                 if loop.time() >= sweeps_at_s:
                     sweeps_at_s = loop.time() + random.uniform(0.4, 0.6) * settings.lease_timeout_s
                     await self._link.unbroken(self.sweep())
+                self._outage.worked()
             except KevError as error:
-                _log.warning("the upkeep of the work streams has to wait: %s", error)
+                self._outage.failed(f"the upkeep of the work streams has to wait: {error}")
 
     async def beat(self) -> None:
         """Give a sign of life and bury the dead.

@@ -94,7 +94,7 @@ async def test_long_waits_and_streams_are_made_of_short_calls(
     monkeypatch.setattr(grpc_aggregator, "_LONGEST_WAIT_S", 0.15)
     settings = GrpcServerSettings(max_connection_age_s=0.3)
     async with open_cluster(runner=slow, settings=settings) as cluster, cluster.client() as client:
-        request_id = await client.submit(["abc"], max_tokens=150)
+        request_id = await client.submit(["abc"], max_tokens=150, timeout_ms=60_000)
         waiting = asyncio.ensure_future(client.wait(request_id))
         with pytest.raises(DeadlineExceededError, match=r"after waiting 0\.4 s; the request goes on"):
             await client.wait(request_id, 0.4)

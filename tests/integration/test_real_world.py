@@ -19,7 +19,8 @@ from common.config import load_config
 from common.errors import PromptTooLongError
 from common.types import FinishReason, Result
 from kev import Question
-from kev.engine import AsyncEngine, Engine, EngineParts, load_parts
+from kev.engine import AsyncEngine, Engine
+from kev.parts import EngineParts, load_parts
 from kev.testing import scripted_engine
 from tests.integration.crowd import Ask, run_alone, run_together
 from tests.integration.scripted_runners import GuidedRunner, until, until_idle
@@ -51,7 +52,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @pytest.fixture(scope="module")
 def parts(gemma: Model) -> EngineParts:
     """The model loaded and probed once; an engine of its own for every test."""
-    return load_parts(load_config(settings_for(gemma[0]), env={}), SystemClock())
+    return load_parts(load_config(settings_for(gemma[0]), env={}), SystemClock(), print)
 
 
 @pytest.fixture
@@ -213,7 +214,8 @@ def test_the_limit_is_the_models_where_that_is_smaller(gemma: Model) -> None:
 async def test_a_marker_at_the_very_end_of_a_far_too_long_question() -> None:
     """The end of an over-long question, which is the question, is lost without a word."""
     async with scripted_engine(
-        lambda prompt: prompt[-6:], {"kev": {"core": {"max_context": 500, "max_tokens": 10}}}
+        lambda prompt: prompt[-6:],
+        {"kev": {"core": {"max_context": 500, "max_tokens": 10}, "aggregator": {"timeout_ms": 60_000}}},
     ) as engine:
         text = "x" * 250_000 + "MARKER"
         with pytest.raises(PromptTooLongError, match="has 250007 tokens"):
@@ -315,9 +317,9 @@ def test_an_overflow_in_fp16_is_an_error_and_no_empty_success(tmp_path: Path, ca
     config = load_config(settings_for(tmp_path, core={"precision": "fp16"}), env={})
     assert any("fp16" in warning for warning in config.warnings())
     with caplog.at_level(logging.WARNING, logger="kev.model"):
-        parts = load_parts(config, SystemClock())
+        parts = load_parts(config, SystemClock(), print)
     assert "core.precision is fp16" in caplog.text
-    module = parts.node.model.module  # type: ignore[attr-defined]
+    module = parts.nodes[0].model.module  # type: ignore[attr-defined]
     with torch.no_grad():  # one word of large activations, as trained models have them
         module.get_input_embeddings().weight[prompt_ids("Z")[1]] = 65_504.0
         module.model.layers[0].self_attn.o_proj.weight *= 100
