@@ -15,8 +15,17 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from common.config_classes import MAX_CLASSES, PrebucketClass, class_flaws
 from common.config_text import Allowed
-from common.types import AggregateMode, Durability, IsolationLevel, KVCacheMode, NormalizeLevel, OverflowPolicy, Strategy
+from common.types import (
+    AggregateMode,
+    Durability,
+    IsolationLevel,
+    KVCacheMode,
+    NormalizeLevel,
+    OverflowPolicy,
+    Strategy,
+)
 from common.wording import shown
 
 _MAX_RING_POINTS = 1 << 20
@@ -68,6 +77,13 @@ class LogFormat(StrEnum):
     """For people."""
     JSON = "json"
     """One JSON object a line."""
+
+
+class UnknownCategory(StrEnum):
+    """What becomes of a question whose category no class has (strategy prebucket)."""
+
+    REFUSE = "refuse"
+    DEFAULT = "default"
 
 
 _Lax = Strict(strict=False)
@@ -184,6 +200,23 @@ class RouterConfig(Section):
     """Points per channel on the ring (strategy consistent_hash)."""
     load_bound: float = Field(default=1.25, gt=1, le=100)
     """Most load of a channel as a multiple of the mean (strategy consistent_hash)."""
+    prebucket_classes: Annotated[
+        tuple[PrebucketClass, ...],
+        _Lax,
+        Field(max_length=MAX_CLASSES),
+        Allowed(f"a list of at most {MAX_CLASSES} mappings with name, num_channels, categories, patterns"),
+    ] = ()
+    """Classes of questions with channels of their own (strategy prebucket); all others share what is left."""
+    unknown_category: Annotated[UnknownCategory, _Lax] = UnknownCategory.REFUSE
+    """What becomes of a question whose category no class has (strategy prebucket): refused, or of class default."""
+    max_question_tokens: int = Field(default=0, ge=0, le=16_777_216)
+    """Most tokens of one question, prompt and max_tokens together; 0 leaves it to core.max_context."""
+    max_request_tokens: int = Field(default=0, ge=0, le=2**40)
+    """Most tokens of one request, over the prompts and max_tokens of all its questions; 0 sets no limit."""
+    max_tenant_questions: int = Field(default=0, ge=0, le=1_000_000_000)
+    """Most questions of one tenant in flight in one router, times the weight of its API key; 0 sets no limit."""
+    max_tenant_tokens: int = Field(default=0, ge=0, le=2**40)
+    """Most tokens, prompts and max_tokens, of one tenant in flight in one router, times its weight; 0 is no limit."""
 
     @model_validator(mode="after")
     def _check_length_tiers(self) -> Self:
@@ -197,6 +230,14 @@ class RouterConfig(Section):
         if self.hot_spot_end_share >= self.hot_spot_share:
             below = f"must be below hot_spot_share ({self.hot_spot_share:g}), or a hot spot would begin and end at once"
             raise _broken_rule("hot_spot_end_share", f"{below}, got {self.hot_spot_end_share:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prebucket(self) -> Self:
+        for flaw in class_flaws(self.prebucket_classes, self.channel_pool_size):
+            raise _broken_rule("prebucket_classes", flaw)
+        if self.strategy is Strategy.PREBUCKET and not self.prebucket_classes:
+            raise _broken_rule("prebucket_classes", "must name at least one class, because strategy is prebucket")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import annotated_types
 from pydantic import BaseModel, ValidationError
@@ -41,6 +41,8 @@ class ConfigField:
     """Allowed values as a phrase: ``an integer from 1 to 256``."""
     description: str
     """One line: what it does and its unit."""
+    inner: tuple[tuple[str, str], ...] = ()
+    """Of a list of mappings: the keys of one of them, and the allowed values of each."""
 
     @property
     def path(self) -> str:
@@ -67,6 +69,7 @@ def describe(model: type[BaseModel]) -> tuple[ConfigField, ...]:
             default=info.default.value if isinstance(info.default, StrEnum) else info.default,
             allowed=_allowed(info.annotation, info.metadata),
             description=" ".join((info.description or "").split()),
+            inner=_inner(info.annotation),
         )
         for section, section_info in model.model_fields.items()
         for key, info in _fields_of(section_info).items()
@@ -105,6 +108,8 @@ def _sentence(entry: dict[str, Any], by_path: Mapping[str, ConfigField], from_en
     if entry["type"] == "broken_rule":
         path = f"{path}.{entry['ctx']['key']}"
         return f"{from_env.get(path, path)}: {entry['ctx']['message']}"
+    if len(location) > 3 and isinstance(location[2], int):
+        return _inner_sentence(entry, from_env.get(path, path), by_path[path])
     if entry["type"] in ("extra_forbidden", "invalid_key"):
         parent = ".".join(["kev", *map(str, location[:-1])])
         key = entry["input"] if entry["type"] == "invalid_key" else location[-1]
@@ -113,6 +118,27 @@ def _sentence(entry: dict[str, Any], by_path: Mapping[str, ConfigField], from_en
     allowed = field.allowed if field else "a mapping of keys to values"
     item = f" at place {location[2]}" if len(location) > 2 else ""
     return f"{from_env.get(path, path)}: must be {allowed}, got {shown(entry['input'])}{item}"
+
+
+def _inner_sentence(entry: dict[str, Any], path: str, field: ConfigField) -> str:
+    """The sentence for a value inside one mapping of a list."""
+    index, key = entry["loc"][2:4]
+    place, allowed = f"{path}[{index}]{named(str(key))}", dict(field.inner).get(key)
+    if allowed is None:
+        guess = nearest(str(key), dict(field.inner))
+        hint = f"did you mean {guess}?" if guess else f"known here are {', '.join(dict(field.inner))}"
+        return f"{place}: unknown key, {hint}"
+    if entry["type"] == "missing":
+        return f"{place}: is missing, must be {allowed}"
+    item = f" at place {entry['loc'][4]}" if len(entry["loc"]) > 4 else ""
+    return f"{place}: must be {allowed}, got {shown(entry['input'])}{item}"
+
+
+def _inner(annotation: object) -> tuple[tuple[str, str], ...]:
+    kind = next(iter(get_args(annotation)), None)
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return ()
+    return tuple((key, _allowed(info.annotation, info.metadata)) for key, info in kind.model_fields.items())
 
 
 def _fields_of(section: FieldInfo) -> dict[str, FieldInfo]:

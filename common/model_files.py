@@ -44,4 +44,4 @@ def max_context(path: Path, config: Config) -> int:
 def projection_path(path: Path, config: Config) -> Path:
     """Where the table behind ``semantic_hash`` lies beside the model, so that a router needs no torch to use it."""
     key = sha256(config.router.hash_key.encode()).hexdigest()[:12]
-    return path / f"kev-projection-{config.router.semantic_planes}-{key}.npy"
+    return path / f"kev-cells-{config.router.semantic_planes}-{key}.npy"

@@ -26,6 +26,7 @@ from itertools import islice
 from typing import Any
 
 from common.config import Config
+from common.config_sections import UnknownCategory
 from common.errors import FieldViolation, InvalidRequestError
 from common.field_rules import (
     Rule,
@@ -42,6 +43,7 @@ from common.field_rules import (
     stop_string,
 )
 from common.types import (
+    DEFAULT_CLASS,
     AggregateMode,
     IsolationLevel,
     Question,
@@ -85,6 +87,10 @@ class RequestRules:
     mode: AggregateMode = AggregateMode.SLOT_MAP
     max_tokens: int = 64
     timeout_ms: int = 10_000
+    categories: tuple[str, ...] = ()
+    """Those that the classes of strategy ``prebucket`` know; none where there are no classes."""
+    takes_any_category: bool = False
+    """Whether that strategy takes any other one too."""
     prompt_stop: tuple[str, ...] = ()
     """``stop`` of questions that set none: what ends an answer under a plain prompt template."""
 
@@ -103,6 +109,8 @@ class RequestRules:
             mode=config.aggregator.mode,
             max_tokens=config.core.max_tokens,
             timeout_ms=config.aggregator.timeout_ms,
+            categories=_categories(config),
+            takes_any_category=config.router.unknown_category is UnknownCategory.DEFAULT,
         )
 
     @classmethod
@@ -140,6 +148,7 @@ def parse_request(queries: object, options: Mapping[str, object], rules: Request
     if violations:
         raise InvalidRequestError(violations)
     _check_min_tokens(questions, given, rules)
+    _check_classes(questions, given, rules)
     return RequestSpec(
         request_id=given.get("request_id") or uuid.uuid4().hex,
         questions=tuple(_question_spec(index, question, given, rules) for index, question in enumerate(questions)),
@@ -300,6 +309,36 @@ def _check_min_tokens(questions: list[dict[str, Any]], given: dict[str, Any], ru
             wrong[place] = f"min_tokens must be at most max_tokens, got min_tokens {fewest} and max_tokens {most}"
     if wrong:
         raise InvalidRequestError([FieldViolation(place, message) for place, message in wrong.items()])
+
+
+def _check_classes(questions: list[dict[str, Any]], given: dict[str, Any], rules: RequestRules) -> None:
+    """Raises ``InvalidRequestError`` where strategy ``prebucket`` cannot know the class of a question."""
+    if given.get("strategy", rules.strategy) is not Strategy.PREBUCKET:
+        return
+    if not rules.categories:
+        told = (
+            "prebucket needs classes, and this deployment has none (router.prebucket_classes); choose another strategy"
+        )
+        raise InvalidRequestError.of("strategy", told)
+    if rules.takes_any_category:
+        return
+    known = ", ".join(rules.categories)
+    wrong: dict[str, str] = {}
+    for index, question in enumerate(questions):
+        category = {**given, **question}.get("category", "")
+        if category and category not in rules.categories:
+            guess = nearest(category, rules.categories) if len(wrong) < _MAX_GUESSES else None
+            hint = f"did you mean {shown(guess)}? " if guess else ""
+            place = f"queries[{index}].category" if "category" in question else "category"
+            wrong[place] = f"no class has the category {shown(category)}; {hint}known are {known}"
+    if wrong:
+        raise InvalidRequestError([FieldViolation(place, message) for place, message in wrong.items()])
+
+
+def _categories(config: Config) -> tuple[str, ...]:
+    classes = config.router.prebucket_classes
+    own = [category for each in classes for category in (each.name, *each.categories)]
+    return (*own, DEFAULT_CLASS) if own else ()
 
 
 def _question_spec(index: int, question: dict[str, Any], given: dict[str, Any], rules: RequestRules) -> QuestionSpec:

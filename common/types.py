@@ -43,6 +43,11 @@ class Strategy(StrEnum):
     ROUND_ROBIN = "round_robin"
     LENGTH_AWARE = "length_aware"
     CONSISTENT_HASH = "consistent_hash"
+    PREBUCKET = "prebucket"
+
+
+DEFAULT_CLASS = "default"
+"""Class of the questions that are of no other (strategy ``prebucket``)."""
 
 
 class OverflowPolicy(StrEnum):

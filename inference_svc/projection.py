@@ -1,42 +1,144 @@
-"""The projection table behind ``semantic_hash``: one short signed vector per vocabulary token.
+"""The projection table behind ``semantic_hash``: one cell per vocabulary token.
 
-Invariants and semantics: row t is the model's embedding of token t, centred over the vocabulary and projected onto
-``num_planes`` random directions of +1 and -1 drawn from a key; the signs of a question's mean row are its bucket. The
-same model and key give the same table in every process and with every version of the libraries. Sources: Charikar 2002
-(random hyperplanes), Achlioptas 2003 (planes of +1 and -1).
+Invariants and semantics: tokens with similar embeddings have similar cells. An embedding is centred, whitened (few
+directions that all words share would otherwise decide everything) and projected onto random directions of +1 and -1
+drawn from a key; the direction it is nearest to is its bucket, and how near it is, weighted by the rarity of the
+token, its priority. A cell is a 32-bit number: 16 bits of priority above 16 bits of bucket; what routers do with it is
+told in ``router_svc.embedding``. Embeddings count in bf16, so the table is the same whatever the model runs in; the
+same model and key give the same table, but for tokens within rounding of a border. Routers read the one a node left
+them, so that all of them agree.
 
-Not here: hashing questions (``router_svc.embedding``).
+Sources: Andoni et al. 2015, "Practical and optimal LSH for angular distance", sec. 3 (the nearest of +-directions);
+Achlioptas 2003 (directions of +1 and -1); Su et al. 2021, "Whitening sentence representations"; docs/routing.md
+(measurements).
+
+Not here: hashing questions (``router_svc.embedding``), where the table is kept (``common.model_files``).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from hashlib import shake_256
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
+from common.errors import ModelError
 from inference_svc.model_loader import LoadedModel
 
 _CHUNK_ROWS = 16_384
+_MAX_GROUP_PLANES = 6
+"""Planes decided by one set of directions; the cost of a set grows with their number of buckets."""
+_MAX_WHITENED = 256
+_MAX_SAMPLED_ROWS = 4096
+_SHRINKAGE = 0.3
+"""Added to variances with mean 1, so that directions of noise are not blown up."""
+_RARITY = 0.15
+"""Power of a token's id in its priority: vocabularies list frequent pieces first."""
+_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+Rows = Callable[[int, int], torch.Tensor]
+"""Embeddings ``[last - first, H]`` of tokens ``[first, last)``."""
 
 
-@torch.inference_mode()
 def projection_table(model: LoadedModel, num_planes: int, hash_key: str) -> np.ndarray:
-    """``[V, num_planes]`` float32.
+    """``[V]`` uint32.
 
     Args:
         model: whose input embeddings are used.
-        num_planes: random directions.
+        num_planes: buckets are below 2 to the power of this, at most 16.
         hash_key: key of the deployment; another key gives other buckets.
     """
-    width = model.embedding_rows(0, 1).shape[1]
-    num_signs = width * num_planes
-    drawn = np.frombuffer(shake_256(hash_key.encode()).digest(-(-num_signs // 8)), dtype=np.uint8)
-    signs = np.unpackbits(drawn)[:num_signs].reshape(width, num_planes)
-    planes = torch.from_numpy(signs.astype(np.float32) * 2 - 1)
-    size = model.vocab_size
-    chunks = [
-        model.embedding_rows(start, min(start + _CHUNK_ROWS, size)) @ planes for start in range(0, size, _CHUNK_ROWS)
-    ]
-    table = torch.cat(chunks)
-    return np.asarray((table - table.mean(dim=0)).numpy())
+    return _table(model.embedding_rows, model.vocab_size, num_planes, hash_key)
+
+
+def projection_of_directory(path: Path, num_planes: int, hash_key: str) -> np.ndarray:
+    """As ``projection_table``, read from a model's directory without loading the model.
+
+    Raises:
+        ModelError: there are no input embeddings in its files.
+    """
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                name = next((name for name in opened.keys() if name.endswith(_EMBEDDING_NAMES)), None)
+                if name is not None:
+                    return _table_of(opened.get_slice(name), num_planes, hash_key)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} is not a safetensors file: {error}") from None
+    raise ModelError(f"no input embeddings are found in {path}; start Kev with this model once, it leaves the table")
+
+
+def _table_of(weight: Any, num_planes: int, hash_key: str) -> np.ndarray:
+    """The table of a tensor that is read by slices."""
+    return _table(lambda first, last: weight[first:last], weight.get_shape()[0], num_planes, hash_key)
+
+
+@torch.inference_mode()
+def _table(rows: Rows, num_tokens: int, num_planes: int, hash_key: str) -> np.ndarray:
+    groups = [min(_MAX_GROUP_PLANES, num_planes - first) for first in range(0, num_planes, _MAX_GROUP_PLANES)]
+    mean, directions = _directions(rows, num_tokens, [1 << (planes - 1) for planes in groups], hash_key)
+    cells = np.empty(num_tokens, dtype=np.uint32)
+    for start in range(0, num_tokens, _CHUNK_ROWS):
+        stop = min(start + _CHUNK_ROWS, num_tokens)
+        projected = (_rounded(rows(start, stop)) - mean) @ directions
+        cells[start:stop] = _cells(projected, groups, start)
+    return cells
+
+
+def _cells(projected: torch.Tensor, groups: list[int], first_id: int) -> np.ndarray:
+    """Cells ``[T]`` of tokens ``first_id`` and following, from ``[T, directions]``."""
+    buckets = torch.zeros(len(projected), dtype=torch.int64)
+    scores: torch.Tensor | None = None
+    column = shift = 0
+    for planes in groups:
+        part = projected[:, column : column + (1 << (planes - 1))]
+        nearness, nearest = part.abs().max(dim=1)
+        sign = part.gather(1, nearest[:, None])[:, 0] > 0
+        buckets |= (nearest * 2 + sign) << shift
+        if scores is None:
+            scores = nearness / part.norm(dim=1).clamp_min(1e-12)
+        column, shift = column + part.shape[1], shift + planes
+    ids = torch.arange(first_id, first_id + len(projected), dtype=torch.float64)
+    # Between 1 / sqrt(directions) and 1; the logarithm of their product with the weight lies between -4 and 4.
+    score = scores.double().clamp_min(1e-3).log() + _RARITY * (ids + 1).log() if scores is not None else ids
+    priorities = ((score + 8) * 4096).round().clamp(0, 0xFFFF).to(torch.int64)
+    return (priorities << 16 | buckets).numpy().astype(np.uint32)
+
+
+def _directions(
+    rows: Rows, num_tokens: int, group_sizes: list[int], hash_key: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centre ``[H]`` and directions ``[H, sum of the sizes]`` that whiten and project at once."""
+    step = max(1, num_tokens // _MAX_SAMPLED_ROWS)
+    sample = torch.cat([_rounded(rows(token, token + 1)) for token in range(0, num_tokens, step)])
+    mean = sample.mean(dim=0)
+    width = sample.shape[1]
+    num_whitened = min(width, _MAX_WHITENED)
+    num_directions = sum(group_sizes)
+    signs = _signs(hash_key, width * num_whitened + num_whitened * num_directions)
+    reduce = signs[: width * num_whitened].reshape(width, num_whitened) / math.sqrt(num_whitened)
+    spread = signs[width * num_whitened :].reshape(num_whitened, num_directions)
+    reduced = ((sample - mean) @ reduce).double()
+    covariance = reduced.T @ reduced / len(reduced)
+    scale = covariance.trace() / num_whitened
+    if not scale > 0:
+        return mean, reduce @ spread
+    variances, axes = torch.linalg.eigh(covariance / scale)
+    # The inverse root is a smooth function of the covariance; single axes would flip between libraries.
+    whiten = axes @ torch.diag((variances.clamp_min(0) + _SHRINKAGE).rsqrt()) @ axes.T
+    return mean, reduce @ whiten.float() @ spread
+
+
+def _rounded(rows: torch.Tensor) -> torch.Tensor:
+    return rows.bfloat16().float()
+
+
+def _signs(hash_key: str, count: int) -> torch.Tensor:
+    """So many times +1 or -1, drawn from a key."""
+    drawn = np.frombuffer(shake_256(hash_key.encode()).digest(-(-count // 8)), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(drawn)[:count].astype(np.float32) * 2 - 1)

@@ -91,7 +91,7 @@ def _model(config: Config) -> tuple[Tokenizer, int, ProjectionTable | None]:
         path, prompt_template=config.core.prompt_template, knowledge_prefix=config.isolation.knowledge_prefix
     )
     table = projection_path(path, config)
-    return tokenizer, max_context(path, config), ProjectionTable.load(table) if table.exists() else None
+    return tokenizer, max_context(path, config), ProjectionTable.load(table, config.router.semantic_planes) if table.exists() else None
 
 
 def _aggregator_settings(config: Config) -> PeerSettings:

@@ -74,7 +74,11 @@ def prepare(
         except InvalidRequestError as error:
             errors.append(error)
             continue
-        view = RoutingView(text=normalized.text, num_tokens=len(prompt.ids) - max(prompt.boundaries, default=0))
+        view = RoutingView(
+            text=normalized.text,
+            num_tokens=len(prompt.ids) - max(prompt.boundaries, default=0),
+            category=question.category,
+        )
         prepared.append(
             Prepared(
                 normalized=normalized,

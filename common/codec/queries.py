@@ -216,6 +216,8 @@ def encode_rules(value: RequestRules) -> pb.RequestRules:
         max_tokens=value.max_tokens,
         timeout_duration=to_duration(value.timeout_ms),
         prompt_stop=value.prompt_stop,
+        categories=value.categories,
+        takes_any_category=value.takes_any_category,
     )
 
 
@@ -239,4 +241,6 @@ def decode_rules(message: pb.RequestRules, path: str = "rules") -> RequestRules:
         max_tokens=message.max_tokens,
         timeout_ms=to_whole_ms(message.timeout_duration),
         prompt_stop=tuple(message.prompt_stop),
+        categories=tuple(message.categories),
+        takes_any_category=message.takes_any_category,
     )

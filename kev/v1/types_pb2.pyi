@@ -25,6 +25,23 @@ class Strategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STRATEGY_ROUND_ROBIN: _ClassVar[Strategy]
     STRATEGY_LENGTH_AWARE: _ClassVar[Strategy]
     STRATEGY_CONSISTENT_HASH: _ClassVar[Strategy]
+    STRATEGY_PREBUCKET: _ClassVar[Strategy]
+
+class Diversion(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DIVERSION_UNSPECIFIED: _ClassVar[Diversion]
+    DIVERSION_QUEUE_LENGTH: _ClassVar[Diversion]
+    DIVERSION_FULL: _ClassVar[Diversion]
+    DIVERSION_AGE: _ClassVar[Diversion]
+    DIVERSION_FAILURES: _ClassVar[Diversion]
+    DIVERSION_WAITED: _ClassVar[Diversion]
+
+class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    BREAKER_STATE_UNSPECIFIED: _ClassVar[BreakerState]
+    BREAKER_STATE_CLOSED: _ClassVar[BreakerState]
+    BREAKER_STATE_OPEN: _ClassVar[BreakerState]
+    BREAKER_STATE_HALF_OPEN: _ClassVar[BreakerState]
 
 class AggregateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -73,6 +90,12 @@ class StreamEventType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STREAM_EVENT_TYPE_ATTEMPT_CHANGED: _ClassVar[StreamEventType]
     STREAM_EVENT_TYPE_RESULT: _ClassVar[StreamEventType]
     STREAM_EVENT_TYPE_DONE: _ClassVar[StreamEventType]
+
+class HotSpotKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HOT_SPOT_KIND_UNSPECIFIED: _ClassVar[HotSpotKind]
+    HOT_SPOT_KIND_BUCKET: _ClassVar[HotSpotKind]
+    HOT_SPOT_KIND_CHANNEL: _ClassVar[HotSpotKind]
 ISOLATION_LEVEL_UNSPECIFIED: IsolationLevel
 ISOLATION_LEVEL_STRICT: IsolationLevel
 ISOLATION_LEVEL_LOOSE: IsolationLevel
@@ -82,6 +105,17 @@ STRATEGY_SEMANTIC_HASH: Strategy
 STRATEGY_ROUND_ROBIN: Strategy
 STRATEGY_LENGTH_AWARE: Strategy
 STRATEGY_CONSISTENT_HASH: Strategy
+STRATEGY_PREBUCKET: Strategy
+DIVERSION_UNSPECIFIED: Diversion
+DIVERSION_QUEUE_LENGTH: Diversion
+DIVERSION_FULL: Diversion
+DIVERSION_AGE: Diversion
+DIVERSION_FAILURES: Diversion
+DIVERSION_WAITED: Diversion
+BREAKER_STATE_UNSPECIFIED: BreakerState
+BREAKER_STATE_CLOSED: BreakerState
+BREAKER_STATE_OPEN: BreakerState
+BREAKER_STATE_HALF_OPEN: BreakerState
 AGGREGATE_MODE_UNSPECIFIED: AggregateMode
 AGGREGATE_MODE_SLOT_MAP: AggregateMode
 AGGREGATE_MODE_SEQ_APPEND: AggregateMode
@@ -112,6 +146,9 @@ STREAM_EVENT_TYPE_DELTA: StreamEventType
 STREAM_EVENT_TYPE_ATTEMPT_CHANGED: StreamEventType
 STREAM_EVENT_TYPE_RESULT: StreamEventType
 STREAM_EVENT_TYPE_DONE: StreamEventType
+HOT_SPOT_KIND_UNSPECIFIED: HotSpotKind
+HOT_SPOT_KIND_BUCKET: HotSpotKind
+HOT_SPOT_KIND_CHANNEL: HotSpotKind
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -242,20 +279,22 @@ class Prompt(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., boundaries: _Optional[_Iterable[int]] = ..., num_truncated: _Optional[int] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("channel_id", "strategy", "hash_bucket", "diverted_from", "normalized_text", "removed")
+    __slots__ = ("channel_id", "strategy", "hash_bucket", "diverted_from", "normalized_text", "removed", "diverted_why")
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
     DIVERTED_FROM_FIELD_NUMBER: _ClassVar[int]
     NORMALIZED_TEXT_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    DIVERTED_WHY_FIELD_NUMBER: _ClassVar[int]
     channel_id: int
     strategy: Strategy
     hash_bucket: int
     diverted_from: int
     normalized_text: str
     removed: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, channel_id: _Optional[int] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., diverted_from: _Optional[int] = ..., normalized_text: _Optional[str] = ..., removed: _Optional[_Iterable[str]] = ...) -> None: ...
+    diverted_why: Diversion
+    def __init__(self, channel_id: _Optional[int] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., diverted_from: _Optional[int] = ..., normalized_text: _Optional[str] = ..., removed: _Optional[_Iterable[str]] = ..., diverted_why: _Optional[_Union[Diversion, str]] = ...) -> None: ...
 
 class WorkItem(_message.Message):
     __slots__ = ("request_id", "question_index", "channel_id", "prompt", "num_shared", "sampling", "isolation", "max_parallel", "time_budget", "priority", "tenant", "fingerprint")
@@ -448,7 +487,7 @@ class RequestRecord(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., content_digest: _Optional[str] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., isolation: _Optional[_Union[IsolationLevel, str]] = ..., questions: _Optional[_Iterable[_Union[QuestionRecord, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Result(_message.Message):
-    __slots__ = ("request_id", "question_index", "channel_id", "slot", "text", "finish_reason", "tokens", "prompt_tokens", "elapsed_duration", "queued_duration", "first_token_duration", "start_time", "finish_time", "hash_bucket", "strategy", "attempt", "node_id", "isolation", "error", "logprobs", "token_ids", "num_truncated", "num_cached_tokens", "diverted_from", "removed", "priority")
+    __slots__ = ("request_id", "question_index", "channel_id", "slot", "text", "finish_reason", "tokens", "prompt_tokens", "elapsed_duration", "queued_duration", "first_token_duration", "start_time", "finish_time", "hash_bucket", "strategy", "attempt", "node_id", "isolation", "error", "logprobs", "token_ids", "num_truncated", "num_cached_tokens", "diverted_from", "removed", "priority", "diverted_why")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     QUESTION_INDEX_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -475,6 +514,7 @@ class Result(_message.Message):
     DIVERTED_FROM_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DIVERTED_WHY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     question_index: int
     channel_id: int
@@ -501,7 +541,8 @@ class Result(_message.Message):
     diverted_from: int
     removed: _containers.RepeatedScalarFieldContainer[str]
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., question_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., slot: _Optional[int] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., elapsed_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queued_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., hash_bucket: _Optional[int] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., attempt: _Optional[int] = ..., node_id: _Optional[str] = ..., isolation: _Optional[_Union[Receipt, _Mapping]] = ..., error: _Optional[_Union[ErrorInfo, _Mapping]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_truncated: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., diverted_from: _Optional[int] = ..., removed: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ...) -> None: ...
+    diverted_why: Diversion
+    def __init__(self, request_id: _Optional[str] = ..., question_index: _Optional[int] = ..., channel_id: _Optional[int] = ..., slot: _Optional[int] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., elapsed_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., queued_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., finish_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., hash_bucket: _Optional[int] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., attempt: _Optional[int] = ..., node_id: _Optional[str] = ..., isolation: _Optional[_Union[Receipt, _Mapping]] = ..., error: _Optional[_Union[ErrorInfo, _Mapping]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_truncated: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., diverted_from: _Optional[int] = ..., removed: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., diverted_why: _Optional[_Union[Diversion, str]] = ...) -> None: ...
 
 class StreamEvent(_message.Message):
     __slots__ = ("type", "request_id", "event_index", "question_index", "channel_id", "text", "result", "state")
@@ -602,7 +643,7 @@ class IsolationReport(_message.Message):
     def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ..., prefix_independent: bool = ...) -> None: ...
 
 class RequestRules(_message.Message):
-    __slots__ = ("max_queries_per_request", "max_question_bytes", "max_system_prompt_bytes", "max_context", "max_parallel_queries", "vocab_size", "isolation", "strategy", "mode", "max_tokens", "timeout_duration", "prompt_stop")
+    __slots__ = ("max_queries_per_request", "max_question_bytes", "max_system_prompt_bytes", "max_context", "max_parallel_queries", "vocab_size", "isolation", "strategy", "mode", "max_tokens", "timeout_duration", "prompt_stop", "categories", "takes_any_category")
     MAX_QUERIES_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     MAX_QUESTION_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_SYSTEM_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -615,6 +656,8 @@ class RequestRules(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_DURATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_STOP_FIELD_NUMBER: _ClassVar[int]
+    CATEGORIES_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ANY_CATEGORY_FIELD_NUMBER: _ClassVar[int]
     max_queries_per_request: int
     max_question_bytes: int
     max_system_prompt_bytes: int
@@ -627,21 +670,63 @@ class RequestRules(_message.Message):
     max_tokens: int
     timeout_duration: _duration_pb2.Duration
     prompt_stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, max_queries_per_request: _Optional[int] = ..., max_question_bytes: _Optional[int] = ..., max_system_prompt_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., max_parallel_queries: _Optional[int] = ..., vocab_size: _Optional[int] = ..., isolation: _Optional[_Union[IsolationLevel, str]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., max_tokens: _Optional[int] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    categories: _containers.RepeatedScalarFieldContainer[str]
+    takes_any_category: bool
+    def __init__(self, max_queries_per_request: _Optional[int] = ..., max_question_bytes: _Optional[int] = ..., max_system_prompt_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., max_parallel_queries: _Optional[int] = ..., vocab_size: _Optional[int] = ..., isolation: _Optional[_Union[IsolationLevel, str]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., max_tokens: _Optional[int] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_stop: _Optional[_Iterable[str]] = ..., categories: _Optional[_Iterable[str]] = ..., takes_any_category: bool = ...) -> None: ...
 
 class ChannelSnapshot(_message.Message):
-    __slots__ = ("channel_id", "num_queued", "num_total", "num_diverted", "breaker_open")
+    __slots__ = ("channel_id", "num_queued", "num_total", "num_diverted", "breaker_open", "breaker", "breaker_why", "num_bytes", "oldest_duration", "num_recent", "num_recent_failures")
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NUM_DIVERTED_FIELD_NUMBER: _ClassVar[int]
     BREAKER_OPEN_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_WHY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     channel_id: int
     num_queued: int
     num_total: int
     num_diverted: int
     breaker_open: bool
-    def __init__(self, channel_id: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_total: _Optional[int] = ..., num_diverted: _Optional[int] = ..., breaker_open: bool = ...) -> None: ...
+    breaker: BreakerState
+    breaker_why: Diversion
+    num_bytes: int
+    oldest_duration: _duration_pb2.Duration
+    num_recent: int
+    num_recent_failures: int
+    def __init__(self, channel_id: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_total: _Optional[int] = ..., num_diverted: _Optional[int] = ..., breaker_open: bool = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., breaker_why: _Optional[_Union[Diversion, str]] = ..., num_bytes: _Optional[int] = ..., oldest_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., num_recent_failures: _Optional[int] = ...) -> None: ...
+
+class HotSpot(_message.Message):
+    __slots__ = ("kind", "channel_id", "num_questions", "share", "remedy", "strategy", "hash_bucket")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    kind: HotSpotKind
+    channel_id: int
+    num_questions: int
+    share: float
+    remedy: str
+    strategy: Strategy
+    hash_bucket: int
+    def __init__(self, kind: _Optional[_Union[HotSpotKind, str]] = ..., channel_id: _Optional[int] = ..., num_questions: _Optional[int] = ..., share: _Optional[float] = ..., remedy: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ...) -> None: ...
+
+class BucketHeat(_message.Message):
+    __slots__ = ("strategy", "hash_bucket", "num_questions")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    strategy: Strategy
+    hash_bucket: int
+    num_questions: int
+    def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
 
 class BucketCount(_message.Message):
     __slots__ = ("hash_bucket", "num_questions")
@@ -652,20 +737,30 @@ class BucketCount(_message.Message):
     def __init__(self, hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
 
 class RouterStats(_message.Message):
-    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets")
+    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets", "window", "num_recent", "bucket_heat", "hot_spots", "releases_per_s")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
     NUM_OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     NUM_REMOVED_CHARS_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_HEAT_FIELD_NUMBER: _ClassVar[int]
+    HOT_SPOTS_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_PER_S_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_questions: int
     num_rejected: int
     num_overflow: int
     num_removed_chars: int
     buckets: _containers.RepeatedCompositeFieldContainer[BucketCount]
-    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ...) -> None: ...
+    window: _duration_pb2.Duration
+    num_recent: int
+    bucket_heat: _containers.RepeatedCompositeFieldContainer[BucketHeat]
+    hot_spots: _containers.RepeatedCompositeFieldContainer[HotSpot]
+    releases_per_s: float
+    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., bucket_heat: _Optional[_Iterable[_Union[BucketHeat, _Mapping]]] = ..., hot_spots: _Optional[_Iterable[_Union[HotSpot, _Mapping]]] = ..., releases_per_s: _Optional[float] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("version", "type", "payload", "trace", "minor_version")

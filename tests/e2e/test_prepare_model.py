@@ -30,7 +30,7 @@ def test_a_router_finds_what_it_needs_without_the_weights(tmp_path: Path) -> Non
     assert list(models.glob("*.safetensors")) and not list(tokenizers.glob("*.safetensors"))
     for folder in (models, tokenizers):
         tokenizer = Tokenizer.from_dir(folder, prompt_template=config.core.prompt_template, knowledge_prefix="")
-        table = ProjectionTable.load(projection_path(folder, config))
+        table = ProjectionTable.load(projection_path(folder, config), config.router.semantic_planes)
         assert table.num_planes == config.router.semantic_planes
         assert 0 <= table.bucket(tokenizer.encode_plain("hello")) < 2**table.num_planes
         assert max_context(folder, config) > 0

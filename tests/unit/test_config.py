@@ -54,10 +54,10 @@ def test_the_published_file_loads_verbatim() -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "multi_gpu", "distributed"])
-def test_every_form_parses_but_only_single_is_embedded(name: str) -> None:
+def test_every_form_parses_but_distributed_is_not_embedded(name: str) -> None:
     """A distributed deployment's file could not be checked, or an embedded engine would start with it."""
     config = load({"deploy": {"mode": name, "workers": 1 if name == "single" else 4}})
-    if name == "single":
+    if name != "distributed":
         config.require_embedded()
         return
     with pytest.raises(ConfigError, match=rf"kev\.deploy\.mode: {name} .* set it to single"):
@@ -142,14 +142,14 @@ def test_the_callers_mapping_is_not_changed() -> None:
             {"router": {"virtual_nodes": 4096, "channel_pool_size": 4096}},
             "virtual_nodes: times channel_pool_size (4096)",
         ),
-        ({"deploy": {"qqq": 1}}, "kev.deploy.qqq: unknown key, known here are mode, workers"),
-        ({"deploy": {"a b\n": 1}}, "kev.deploy['a b\\n']: unknown key, known here are mode, workers"),
+        ({"deploy": {"qqq": 1}}, "kev.deploy.qqq: unknown key, known here are mode, workers, devices"),
+        ({"deploy": {"a b\n": 1}}, "kev.deploy['a b\\n']: unknown key, known here are mode, workers, devices"),
         ({"deploy": {3: 1}}, "kev.deploy: keys must be text, got 3"),
         ({"router": []}, "kev.router: must be a mapping of keys to values, got a list of length 0"),
         (
             {"router": {"strategy": "semantic"}},
-            "kev.router.strategy: must be one of semantic_hash, round_robin, length_aware or consistent_hash, "
-            "got 'semantic'",
+            "kev.router.strategy: must be one of semantic_hash, round_robin, length_aware, consistent_hash or "
+            "prebucket, got 'semantic'",
         ),
         ({"router": {"strategy": None}}, "got null"),
         ({"router": {"channel_pool_size": 0}}, "channel_pool_size: must be an integer from 1 to 4096, got 0"),
@@ -166,6 +166,9 @@ def test_the_callers_mapping_is_not_changed() -> None:
         ({"router": {"length_tiers": []}}, "must be a list of 1 to 16 ascending integers above 0"),
         ({"router": {"length_tiers": [64, "x"]}}, "got 'x' at place 1"),
         ({"deploy": {"workers": 4}}, "workers > 1 comes with deploy.mode: distributed or multi_gpu"),
+        ({"deploy": {"devices": ["cpu"]}}, "deploy.devices: are of deploy.mode: multi_gpu, got mode single"),
+        ({"deploy": {"mode": "multi_gpu", "devices": ["cuda"]}}, "each cpu or cuda:N, got 'cuda' at place 0"),
+        ({"deploy": {"mode": "multi_gpu", "devices": ["cpu", "cpu"]}}, "must name each device once"),
         ({"core": {"device": "tpu"}}, "kev.core.device: must be one of cpu, cuda or cuda:N, got 'tpu'"),
         ({"core": {"model_path": "\ud800"}}, "model_path: must be text, not empty, got '\\ud800'"),
         ({"core": {"prompt_template": "hi"}}, "prompt_template: must contain {question}, got 'hi'"),
@@ -177,6 +180,58 @@ def test_the_callers_mapping_is_not_changed() -> None:
 def test_refusals_name_the_key_and_what_is_right(sections: object, sentence: str) -> None:
     """An operator would have to guess what is wrong with the file."""
     assert sentence in refusal(sections)
+
+
+REFUND = {"name": "refund", "num_channels": 4}
+
+
+@pytest.mark.parametrize(
+    ("classes", "sentence"),
+    [
+        (
+            [{**REFUND, "weight": 1}],
+            "prebucket_classes[0].weight: unknown key, known here are name, num_ch",
+        ),
+        ([REFUND, {**REFUND, "pattern": 1}], "prebucket_classes[1].pattern: unknown key, did you mean patterns?"),
+        ([{"name": "a"}], "prebucket_classes[0].num_channels: is missing, must be an integer from 1 to 4096"),
+        ([{**REFUND, "num_channels": 0}], "[0].num_channels: must be an integer from 1 to 4096, got 0"),
+        ([{**REFUND, "name": ""}], "[0].name: must be text of 1 to 64 characters, got ''"),
+        (
+            [{**REFUND, "patterns": "退款"}],
+            "[0].patterns: must be a list of at most 64 texts of 1 to 128 characters, got",
+        ),
+        ([{**REFUND, "patterns": ["a", ""]}], "of 1 to 128 characters, got '' at place 1"),
+        (
+            ["refund"],
+            "mappings with name, num_channels, categories, patterns, got 'refund'",
+        ),
+        ({"refund": 4}, "must be a list of at most 64 mappings"),
+        ([{**REFUND, "patterns": [r"^\d+"]}], "class 'refund': '^\\\\d+' looks like a regular expression ('\\\\')"),
+        ([{**REFUND, "patterns": ["^*"]}], "'^*' matches every question; write some text beside * and ^"),
+        (
+            [{**REFUND, "num_channels": 16}],
+            "take 16 channels of channel_pool_size (16); leave at least 1 to class",
+        ),
+        ([REFUND, {"name": "x", "num_channels": 1, "categories": ["refund"]}], "'refund' is of class 'refund' too"),
+        ([{"name": "default", "num_channels": 1}], "default is the class of all other questions; choose another"),
+        ([{"name": "a\nb", "num_channels": 1}], "the category 'a\\nb' must be printable text of one line"),
+    ],
+)
+def test_a_wrong_class_is_named(classes: object, sentence: str) -> None:
+    """An operator would start Kev with classes that never match, or with channels that nobody uses."""
+    message = refusal({"router": {"prebucket_classes": classes}})
+    assert message.startswith("kev.router.prebucket_classes")
+    assert sentence in message
+
+
+def test_strategy_prebucket_needs_classes() -> None:
+    """Every question would silently be of one class."""
+    told = refusal({"router": {"strategy": "prebucket"}})
+    assert told == "kev.router.prebucket_classes: must name at least one class, because strategy is prebucket"
+    config = load({"router": {"strategy": "prebucket", "prebucket_classes": [REFUND]}})
+    assert load_config({"kev": config.model_dump(mode="json")}, {}) == config
+    from_env = load(KEV__ROUTER__PREBUCKET_CLASSES="[{name: refund, num_channels: 4}]")
+    assert from_env.router.prebucket_classes == config.router.prebucket_classes
 
 
 def test_all_mistakes_are_named_at_once_up_to_a_limit() -> None:
@@ -258,8 +313,7 @@ def test_a_byte_order_mark_and_yaml_1_1_words_do_no_harm(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"core": {"precision": "int8"}}, "int8 is not offered in this version"),
-        ({"deploy": {"mode": "multi_gpu"}}, "multi_gpu is not offered in this version"),
+        ({"deploy": {"mode": "multi_gpu"}, "core": {"device": "cuda"}}, "cuda has no effect in deploy.mode multi_gpu"),
         ({"router": {"channel_pool_size": 4}}, "is smaller than router.max_parallel_queries 8"),
         ({"router": {"channel_pool_size": 17}}, "is more than twice router.max_parallel_queries 8"),
         ({"router": {"breaker_queue_length": 9}}, "is full before the breaker diverts"),

@@ -269,9 +269,36 @@ def test_each_field_has_its_range(field: str, good: list[Any], bad: list[Any]) -
 def test_each_option_has_its_range(option: str, good: list[Any], bad: list[Any]) -> None:
     """A value that the router or the aggregator cannot take would reach it."""
     for value in [*good, None]:
-        assert isinstance(parse(["a"], **{option: value}), RequestSpec)
+        assert isinstance(parse(["a"], RequestRules(categories=("refund",)), **{option: value}), RequestSpec)
     for value in bad:
         assert list(refusals(["a"], {option: value})) == [option], value
+
+
+CLASSES = RequestRules(categories=("refund", "退款", "default"))
+
+
+def test_a_category_must_be_known_where_it_decides() -> None:
+    """A misspelt category would silently join the default class."""
+    queries = ["a", {"text": "b", "category": "refnud"}, {"text": "c", "category": "退款"}]
+    assert parse(queries, CLASSES).questions[1].category == "refnud", "elsewhere it is a label"
+    assert refusals(queries, {"strategy": "prebucket"}, CLASSES) == {
+        "queries[1].category": "no class has the category 'refnud'; did you mean 'refund'? "
+        "known are refund, 退款, default"
+    }
+    own = {"strategy": "prebucket", "category": "zzz"}
+    assert refusals([*queries[2:], "d"], own, CLASSES) == {
+        "category": "no class has the category 'zzz'; known are refund, 退款, default"
+    }
+    assert refusals(["a"], {"category": "zzz"}, dataclasses.replace(CLASSES, strategy=Strategy.PREBUCKET)).keys() == {
+        "category"
+    }
+    assert parse(queries, dataclasses.replace(CLASSES, takes_any_category=True), strategy="prebucket")
+    assert parse(["a", {"text": "b", "category": ""}], CLASSES, strategy="prebucket")
+
+
+def test_prebucket_without_classes_is_refused() -> None:
+    """A caller would believe that categories are kept apart."""
+    assert "needs classes" in refusals(["a"], {"strategy": "prebucket"})["strategy"]
 
 
 def test_minus_zero_is_zero() -> None:

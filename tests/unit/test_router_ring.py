@@ -47,6 +47,41 @@ def test_a_lost_member_only_gives(num_members: int, data: st.DataObject) -> None
     assert all(after[key] == before[key] for key in KEYS if before[key] != lost)
 
 
+@settings(max_examples=12, deadline=None)
+@given(st.integers(2, 24), st.text(min_size=1, max_size=8))
+def test_growth_and_loss_move_little_more_than_a_fair_share(num_members: int, hash_key: str) -> None:
+    """Resizing the pool would move most questions to other channels."""
+    small = owners(HashRing(range(num_members), virtual_nodes=64, hash_key=hash_key))
+    large = owners(HashRing(range(num_members + 1), virtual_nodes=64, hash_key=hash_key))
+    moved = sum(small[key] != large[key] for key in KEYS) / len(KEYS)
+    fair = 1 / (num_members + 1)
+    # 64 points a member make its share of the ring vary by 1/8 of itself (one sigma), 400 keys add some more.
+    sigma = math.sqrt((fair / 8) ** 2 + fair * (1 - fair) / len(KEYS))
+    assert moved <= fair + 5 * sigma
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(2, 12),
+    st.floats(1.05, 3.0),
+    st.lists(st.tuples(st.sampled_from(KEYS[:9]), st.integers(-30, 30)), max_size=60),
+)
+def test_the_bound_holds_while_questions_come_and_go(
+    num_members: int, load_bound: float, keys: list[tuple[bytes, int]]
+) -> None:
+    """The bound would hold for a filling ring only, and not for one whose questions end in any order."""
+    ring = HashRing(range(num_members), virtual_nodes=8, hash_key="kev")
+    loads, placed = [0] * num_members, list[int]()
+    for key, ending in keys:
+        if 0 <= ending < len(placed):
+            loads[placed.pop(ending)] -= 1
+        most = math.ceil(load_bound * (sum(loads) + 1) / num_members)
+        member = ring.pick(ring.arc(key), loads, load_bound)
+        assert loads[member] + 1 <= most
+        loads[member] += 1
+        placed.append(member)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 10), st.floats(1.01, 3.0), st.lists(st.sampled_from(KEYS[:6]), max_size=80))
 def test_no_member_exceeds_the_bound(num_members: int, load_bound: float, keys: list[bytes]) -> None:
