@@ -79,10 +79,10 @@ class Config(Section):
         Raises:
             ConfigError: ``deploy.mode`` asks for another form.
         """
-        if self.deploy.mode is not DeployMode.SINGLE:
+        if self.deploy.mode is DeployMode.DISTRIBUTED:
             raise ConfigError(
                 f"kev.deploy.mode: {self.deploy.mode} does not run inside one embedded engine; "
-                "set it to single to run all three tiers in this process"
+                "set it to single or multi_gpu to run all three tiers in this process"
             )
 
 
@@ -141,10 +141,8 @@ def _origin(source: object) -> str:
 
 
 def _form_warnings(config: Config) -> Iterator[str]:
-    if config.deploy.mode is DeployMode.MULTI_GPU:
-        yield "deploy.mode multi_gpu is not offered in this version: kev serve and kev.Engine refuse it"
-    if config.core.precision is Precision.INT8:
-        yield "core.precision int8 is not offered in this version: loading refuses it; use bf16, fp16 or fp32"
+    if config.deploy.mode is DeployMode.MULTI_GPU and config.core.device != "cpu":
+        yield f"core.device {config.core.device} has no effect in deploy.mode multi_gpu; deploy.devices has"
 
 
 def _router_warnings(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ Not here: the connection (``common.grpc_calls``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from common.codec import (
@@ -88,7 +88,9 @@ class RouterCalls:
         """Counters of this router, and of all its nodes together."""
         response = await self._peer.call(self._stub.GetStats, pb.GetStatsRequest())
         nodes = [decode_node_stats(node) for node in response.nodes]
-        return EngineStats(router=decode_router_stats(response.router), node=_together(nodes))
+        return EngineStats(
+            router=decode_router_stats(response.router), node=NodeStats.together(nodes), nodes=tuple(nodes)
+        )
 
     async def isolation(self) -> IsolationReport:
         """What isolation the deployment can promise."""
@@ -100,21 +102,3 @@ def _patient(query: pb.Query) -> float:
     """The deadline of a submission: never shorter than the time budget of its questions."""
     budgets = [query.timeout_duration, query.defaults.timeout_duration, *(q.timeout_duration for q in query.questions)]
     return max(_SUBMIT_DEADLINE_S, max(float(budget.seconds) for budget in budgets) + _SUBMIT_MARGIN_S)
-
-
-def _together(nodes: Sequence[NodeStats]) -> NodeStats:
-    return NodeStats(
-        node_id=",".join(node.node_id for node in nodes),
-        num_running=sum(node.num_running for node in nodes),
-        num_waiting=sum(node.num_waiting for node in nodes),
-        max_slots=sum(node.max_slots for node in nodes),
-        num_steps=sum(node.num_steps for node in nodes),
-        num_prompt_tokens=sum(node.num_prompt_tokens for node in nodes),
-        num_completion_tokens=sum(node.num_completion_tokens for node in nodes),
-        kv_bytes_used=sum(node.kv_bytes_used for node in nodes),
-        kv_bytes_total=sum(node.kv_bytes_total for node in nodes),
-        num_prefixes=sum(node.num_prefixes for node in nodes),
-        num_replayed=sum(node.num_replayed for node in nodes),
-        num_violations=sum(node.num_violations for node in nodes),
-        alive=any(node.alive for node in nodes),
-    )

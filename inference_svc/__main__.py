@@ -125,6 +125,7 @@ class NodeProcess:
             lease_timeout_s=self._config.cluster.lease_timeout_s,
             max_attempts=self._config.cluster.max_attempts,
             strict_refusal=node.report.reason,
+            others_take_over=lambda: True,
         )
         metrics = self._telemetry.metrics
         work = WatchedWork(self._transport, Leases(metrics), self._telemetry.traces)

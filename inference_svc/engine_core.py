@@ -2,8 +2,8 @@
 
 Invariants and semantics: everything mutable of the engine belongs to one thread. Other threads talk to it through an
 inbox of small commands, which it empties between steps; events leave through one callback. An error inside a forward
-fails the questions of that forward; an error in Kev's own books ends the thread, and ``alive`` turns false: the books
-are not touched any more, the outcomes of all questions are left to the owner of the thread.
+fails the questions of that forward; a device that is lost or an error in Kev's own books ends the thread, and ``alive``
+turns false: the books are not touched any more, the outcomes of all questions are left to the owner of the thread.
 
 Not here: leases and streams (``worker``), the event loop.
 """
@@ -37,6 +37,7 @@ class Runner(Protocol):
 
         Raises:
             KevError: the forward as a whole is impossible; its questions fail.
+            EngineDeadError: so is every later one; the engine ends.
         """
         ...
 
@@ -61,6 +62,8 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> StepOutput:
         try:
             return self._runner.execute(plan)
+        except EngineDeadError:
+            raise
         except Exception as error:
             _LOG.exception("forward %d failed", plan.step_index)
             failure = error if isinstance(error, KevError) else UnsupportedModelError(_forward_failed(plan))
@@ -132,10 +135,11 @@ class EngineThread:
             while self._obey():
                 self._report(self._core.step())
             self._report(self._core.scheduler.fail_all(EngineDeadError("the engine was shut down")))
-        except Exception:
+        except Exception as error:
             _LOG.exception("the engine thread ends")
+            told = EngineDeadError("the engine has ended after an internal error; restart Kev")
             with self._wake:
-                self._failure = EngineDeadError("the engine has ended after an internal error; restart Kev")
+                self._failure = error if isinstance(error, EngineDeadError) else told
             self._on_events([])
 
     def _obey(self) -> bool:

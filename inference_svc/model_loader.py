@@ -28,6 +28,7 @@ from inference_svc.attention import AttentionBody, Backend, cpu_attention, refer
 from inference_svc.decoder import FAMILIES, read_decoder
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
 from inference_svc.forward import Forward
+from inference_svc.gpus import gpu_name
 from inference_svc.int8_linear import quantize_linears
 from inference_svc.kernels.layout import Precision
 from inference_svc.kernels.library import Library, kernels
@@ -292,7 +293,8 @@ def check_architecture(config: PretrainedConfig, max_context: int, backend: Back
 def fingerprint_of(path: Path, settings: LoadSettings) -> str:
     """SHA-256 that tells models apart without reading all of a large file.
 
-    It covers config.json, every safetensors header and 64 evenly spaced pages of each file.
+    It covers config.json, every safetensors header and 64 evenly spaced pages of each file; equal devices have equal
+    fingerprints.
     """
     digest = sha256((path / "config.json").read_bytes())
     for file in sorted(path.glob("*.safetensors")):
@@ -304,7 +306,8 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
                 handle.seek(max(0, size - _PAGE_BYTES) * page // (_PAGES - 1))
                 digest.update(handle.read(_PAGE_BYTES))
     kind = f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
-    digest.update(f"{settings.precision}:{settings.backend}:{settings.device}:{kind}".encode())
+    device = settings.device if settings.device == "cpu" else gpu_name(settings.device)
+    digest.update(f"{settings.precision}:{settings.backend}:{device}:{kind}".encode())
     return digest.hexdigest()
 
 

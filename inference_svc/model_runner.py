@@ -1,7 +1,8 @@
 """Runs a step plan: one isolated forward over packed rows, then one token per question that wants one.
 
 Invariants and semantics: before the forward the ledger confirms every read and write; a question that fails there, or
-whose logits are not finite, fails alone. Running out of memory fails the questions of that forward, not the engine.
+whose logits are not finite, fails alone. Running out of memory fails the questions of that forward, not the engine; a
+device that is lost ends it.
 
 Not here: the decision what to run (``scheduler``), the forward itself (``torch_forward``, ``native_forward``).
 """
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from common.errors import InvariantError, KevError, OutOfMemoryError
+from common.errors import EngineDeadError, InvariantError, KevError, OutOfMemoryError
 from inference_svc.forward import BestToken, Forward, RowOutput, WantedRow
 from inference_svc.mask_summary import ForwardLog, check_segment, overlapping, segment_digest
 from inference_svc.plan import Segment, StepOutput, StepPlan
@@ -43,7 +44,7 @@ class ModelRunner:
         self.observer: LogitsObserver | None = None
 
     def execute(self, plan: StepPlan) -> StepOutput:
-        """Run one forward."""
+        """Run one forward; see ``engine_core.Runner``."""
         for sequence_id in plan.retired:
             self._states.pop(sequence_id, None)
         errors = self._refused(plan)
@@ -56,6 +57,10 @@ class ModelRunner:
         try:
             outputs = self._forward.run(plan, wanted)
         except (MemoryError, RuntimeError) as error:
+            if _is_device_lost(error):
+                raise EngineDeadError(
+                    f"the device of this engine cannot be used any more: {_first_line(error)}"
+                ) from error
             if not _is_out_of_memory(error):
                 raise
             return StepOutput(errors=errors | _out_of_memory(plan.segments))
@@ -127,6 +132,18 @@ def _repacked(plan: StepPlan, segments: Iterable[Segment]) -> StepPlan:
 def _is_out_of_memory(error: Exception) -> bool:
     """Torch's CPU allocator reports a failed allocation as a plain RuntimeError."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _is_device_lost(error: Exception) -> bool:
+    """An error of the CUDA runtime stays: every later call of the process to that device fails."""
+    lost = getattr(torch, "AcceleratorError", None)  # since torch 2.8; before, a RuntimeError that begins so
+    return not _is_out_of_memory(error) and (
+        (lost is not None and isinstance(error, lost)) or str(error).startswith("CUDA error")
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _out_of_memory(segments: Iterable[Segment]) -> dict[int, KevError]:

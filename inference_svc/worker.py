@@ -50,6 +50,8 @@ class WorkerSettings:
     """Deliveries of a question; the last one runs alone on its node."""
     strict_refusal: str = ""
     """Why this node cannot keep level strict; empty when it can. Such questions end with an error, never unverified."""
+    others_take_over: Callable[[], bool] = lambda: False
+    """Whether others answer what is left when this node's engine has ended by itself."""
 
 
 class Worker:
@@ -102,7 +104,7 @@ class Worker:
 
         Raises:
             ExceptionGroup: with the ``EngineDeadError`` of an engine thread that has ended by itself; every question
-                it had has an error outcome by then.
+                it had has an error outcome by then, or is left to others.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -172,7 +174,7 @@ class Worker:
         try:
             engine.add(started)
         except EngineDeadError as error:
-            await self._report([self._failed(lease, error)], engine)
+            await self._leave([lease], error, engine)
 
     def _failed(self, lease: Lease, error: KevError) -> Report:
         item = lease.item
@@ -200,10 +202,16 @@ class Worker:
             while self._arrived:
                 self._pile.add(self._arrived.popleft())
             had_room = await self._report(self._without_lost(self._pile.take(self._held)), engine)
-            if engine.failure is not None:
-                failure = engine.failure
-                await self._report([self._failed(lease, failure) for lease in self._held.values()], engine)
-                raise failure
+            if engine.failure is not None and not self._arrived:
+                await self._leave(list(self._held.values()), engine.failure, engine)
+                raise engine.failure
+
+    async def _leave(self, leases: Sequence[Lease], failure: EngineDeadError, engine: EngineThread) -> None:
+        """The engine has ended: what others may try again stays leased until they take it over, the rest has failed."""
+        limit = self._settings.max_attempts if self._settings.others_take_over() else 0
+        await self._report([self._failed(lease, failure) for lease in leases if lease.attempt >= limit], engine)
+        for lease in leases:
+            self._held.pop(lease.item.key, None)
 
     async def _until_events(self) -> None:
         self._has_events.clear()

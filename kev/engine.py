@@ -1,11 +1,10 @@
-"""The embedded form: router, inference node and aggregator composed in one process.
+"""The embedded form as callers use it: router, engine cores and aggregator in one process.
 
-Invariants and semantics: this is the composition root; it builds the rooms and wires them, and decides nothing. An
-``AsyncEngine`` belongs to the event loop that first uses it; ``Engine`` runs one on a loop of its own and may be used
-from any thread, from notebooks and at import time. If a tier stops by itself, every call from then on raises
-``EngineDeadError``: nothing hangs. Process death loses what was in flight.
+Invariants and semantics: an ``AsyncEngine`` belongs to the event loop that first uses it; ``Engine`` runs one on a loop
+of its own and may be used from any thread, from notebooks and at import time. If a tier stops by itself, or the last
+engine core, every call from then on raises ``EngineDeadError``: nothing hangs. Process death loses what was in flight.
 
-Not here: what the rooms do, HTTP (``kev.gateway``).
+Not here: what the tiers are made of (``kev.tiers``), HTTP (``kev.gateway``).
 """
 
 from __future__ import annotations
@@ -14,23 +13,15 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import numpy as np
-
-from aggregator_svc.service import AggregatorService
-from aggregator_svc.settings import AggregatorSettings
 from common.clock import SystemClock
 from common.config import Config, load_config
 from common.errors import EngineDeadError, InvariantError, IsolationUnavailableError
-from common.memory import MemoryTransport
 from common.ports import Clock
 from common.request import RequestRules, parse_request
-from common.tokenization import Detokenizer, Tokenizer
 from common.types import (
-    ChannelEvent,
     ChannelSnapshot,
     EngineStats,
     IsolationLevel,
@@ -41,132 +32,18 @@ from common.types import (
     StreamEvent,
     Verdict,
 )
-from inference_svc.engine_core import EngineThread, Runner
-from inference_svc.worker import Worker, WorkerSettings
 from kev.blocking import Blocking, close_events, next_event
-from kev.engine_watch import EngineWatch
-from router_svc.embedding import ProjectionTable
-from router_svc.service import RouterService
-from router_svc.settings import RouterSettings
+from kev.parts import EngineParts, load_parts
+from kev.tiers import Tiers
 
 if TYPE_CHECKING:
     from common.telemetry import Telemetry
 
 _LOG = logging.getLogger("kev.engine")
-_NODE_ID = "embedded-0"
 _T = TypeVar("_T")
 
 Source = str | os.PathLike[str] | Mapping[str, object] | None
 """Where a configuration comes from: a path, a mapping, or None for the defaults."""
-
-
-class EmbeddedNode(Protocol):
-    """What the root needs of an inference node (``inference_svc.node.Node``; ``kev.testing.ScriptedNode``)."""
-
-    report: IsolationReport
-
-    def start(
-        self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
-    ) -> EngineThread:
-        """Start the engine thread; ``watch`` may put something in front of the runner."""
-        ...
-
-    def stats(self) -> NodeStats:
-        """Counters and gauges."""
-        ...
-
-    def close(self) -> None:
-        """Stop the thread."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """What takes long to make: tokenizer and node."""
-
-    tokenizer: Tokenizer
-    node: EmbeddedNode
-    projection: np.ndarray | None = None
-    """``[V, planes]`` table behind ``semantic_hash``; None falls back to a lexical hash."""
-    max_context: int | None = None
-    """Positions of one channel when the model allows fewer than the configuration."""
-
-
-def load_parts(config: Config, clock: Clock, progress: Callable[[str], None] = _LOG.info) -> EngineParts:
-    """Resolve and load the model of a configuration, and probe the machine.
-
-    Raises:
-        ConfigError: a setting this form does not offer.
-        ModelError: the model cannot be found, read or isolated.
-        IsolationUnavailableError: the configured level cannot be kept here.
-    """
-    from inference_svc.loading import open_node
-    from kev.models import resolve_model
-
-    resolved = resolve_model(config.core.model_path, config.core.cache_dir or None, progress)
-    if resolved.license:
-        progress(resolved.license)
-    opened = open_node(resolved.path, config, _NODE_ID, clock)
-    return EngineParts(opened.tokenizer, opened.node, opened.projection, opened.node.model.max_context)
-
-
-class _Tiers:
-    """The three tiers on one event loop."""
-
-    def __init__(self, config: Config, parts: EngineParts, clock: Clock, telemetry: Telemetry | None) -> None:
-        router = config.router
-        # Twice what the router places: a question that timed out stays leased until the step in flight ends.
-        max_entries = 2 * router.channel_queue_size
-        transport = MemoryTransport(
-            num_channels=router.channel_pool_size,
-            clock=clock,
-            max_entries_per_channel=max_entries,
-            max_bytes_per_channel=router.channel_queue_bytes,
-        )
-        self._watch = watch = EngineWatch(telemetry)
-        results = watch.results(transport)
-        self.aggregator = AggregatorService(
-            results=results, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
-        )
-        settings = replace(RouterSettings.from_config(config), max_context=_max_context(config, parts))
-        table = None if parts.projection is None else ProjectionTable(parts.projection)
-        self.router = RouterService(
-            tokenizer=parts.tokenizer,
-            work=watch.publications(transport),
-            registry=self.aggregator,
-            clock=clock,
-            settings=settings,
-            projection=table,
-        )
-        self.aggregator.add_listener(self.router.on_outcome)
-        self.entrance = watch.entrance(self.router, self.aggregator, results)
-        self._worker = Worker(
-            watch.leases(transport),
-            clock,
-            WorkerSettings(
-                node_id=_NODE_ID,
-                max_slots=router.max_parallel_queries,
-                fingerprint=parts.tokenizer.fingerprint,
-                eos_ids=parts.tokenizer.eos_ids,
-            ),
-            lambda: Detokenizer(parts.tokenizer),
-        )
-        self._node = parts.node
-        watch.node(self._worker, parts.node.report, parts.node.stats)
-
-    async def run(self) -> None:
-        """Run all three until cancelled."""
-        events = self._worker.events_from(asyncio.get_running_loop())
-        thread = self._node.start(events, self._watch.runner)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.aggregator.run(), name="kev-aggregator")
-            group.create_task(self.router.run(), name="kev-router")
-            group.create_task(self._worker.run(thread), name="kev-worker")
-
-    def begin_drain(self) -> None:
-        """Accept nothing new."""
-        self.router.begin_drain()
-        self.aggregator.begin_drain()
 
 
 class AsyncEngine:
@@ -179,7 +56,7 @@ class AsyncEngine:
 
         Args:
             config: the configuration.
-            parts: tokenizer and node.
+            parts: tokenizer and nodes.
             clock: None for the system's.
             telemetry: is told of everything that happens; None tells nobody.
 
@@ -195,10 +72,10 @@ class AsyncEngine:
             config,
             vocab_size=parts.tokenizer.vocab_size,
             uses_chat_template=parts.tokenizer.uses_chat_template,
-            max_context=_max_context(config, parts),
+            max_context=parts.max_context_under(config),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tiers: _Tiers | None = None
+        self._tiers: Tiers | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -256,7 +133,7 @@ class AsyncEngine:
             self._check_alive()
             tiers.entrance.check_room()
         spec = parse_request(queries, options, self._rules)
-        _require_level(self._parts.node.report, spec.isolation)
+        _require_level(self._parts.report, spec.isolation)
         await self._guard(tiers.entrance.accept(spec))
         return spec.request_id
 
@@ -319,7 +196,7 @@ class AsyncEngine:
 
     async def isolation(self) -> IsolationReport:
         """What isolation this process can promise, and on what grounds."""
-        return self._parts.node.report
+        return self._parts.report
 
     async def channels(self) -> list[ChannelSnapshot]:
         """The channel pool."""
@@ -327,7 +204,9 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         """Counters since start."""
-        return EngineStats(router=self._started().router.stats(), node=self._parts.node.stats())
+        tiers = self._started()
+        nodes = tuple(tiers.cores.stats())
+        return EngineStats(router=tiers.router.stats(), node=NodeStats.together(nodes), nodes=nodes)
 
     async def ready(self) -> None:
         """Return if requests would be answered now.
@@ -349,16 +228,16 @@ class AsyncEngine:
         if self._task is not None and not self._task.done():  # its loop may be gone
             self._task.cancel()
             await asyncio.wait({self._task})
-        await asyncio.to_thread(self._parts.node.close)
+        await asyncio.gather(*(asyncio.to_thread(node.close) for node in self._parts.nodes))
 
-    def _started(self) -> _Tiers:
+    def _started(self) -> Tiers:
         """The tiers, started on the running loop at the first use."""
         loop = asyncio.get_running_loop()
         if self._closed:
             raise EngineDeadError("the engine is closed; open a new one")
         if self._tiers is None:
             self._loop = loop
-            self._tiers = _Tiers(self._config, self._parts, self._clock, self._telemetry)
+            self._tiers = Tiers(self._config, self._parts, self._clock, self._telemetry)
             self._task = loop.create_task(self._tiers.run(), name="kev-tiers")
             self._task.add_done_callback(_log_end)
         elif self._loop is not loop:
@@ -410,10 +289,6 @@ def _require_level(report: IsolationReport, level: IsolationLevel) -> None:
     """Fail closed: an answer at level strict is bitwise isolated or is not given."""
     if level is IsolationLevel.STRICT and dict(report.levels)[level] is not Verdict.BITWISE:
         raise IsolationUnavailableError(f"isolation strict cannot be kept here: {report.reason}")
-
-
-def _max_context(config: Config, parts: EngineParts) -> int:
-    return config.core.max_context if parts.max_context is None else parts.max_context
 
 
 class Engine(Blocking):

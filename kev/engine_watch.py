@@ -7,7 +7,8 @@ Not here: what the tiers tell (their ``metrics`` modules).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aggregator_svc import metrics as aggregator_metrics
@@ -18,7 +19,6 @@ from common.types import IsolationReport, NodeStats
 from common.watched_work import WatchedWork
 from inference_svc import metrics as node_metrics
 from inference_svc.engine_core import Runner
-from inference_svc.worker import Worker
 from router_svc import metrics as router_metrics
 from router_svc.metrics import Router
 
@@ -61,11 +61,15 @@ class EngineWatch:
         metrics.add_source(lambda: aggregator_metrics.readings(aggregator, results))
         return router_metrics.WatchedRouter(router, metrics, traces)
 
-    def node(self, worker: Worker, report: IsolationReport, stats: Callable[[], NodeStats]) -> None:
-        """Tells of the node from now on."""
+    def nodes(
+        self, report: IsolationReport, stats: Callable[[], Sequence[NodeStats]], num_held: Callable[[], int]
+    ) -> None:
+        """Tells of all engine cores together from now on; they are alive while every one of them is."""
 
         def readings() -> Iterable[Reading]:
-            return node_metrics.readings(report, stats(), worker.num_held)
+            cores = stats()
+            together = replace(NodeStats.together(cores), alive=all(core.alive for core in cores))
+            return node_metrics.readings(report, together, num_held())
 
         if self._telemetry is not None:
             self._telemetry.metrics.add_source(readings)

@@ -2,7 +2,7 @@
 
 Invariants and semantics: reads sizes, loads nothing. The numbers are those of ``inference_svc.memory_bill``.
 
-Not here: the arithmetic, the engine.
+Not here: the arithmetic, several devices (``kev.device_bill``), the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from common.config import Config
 from common.errors import ConfigError
 from inference_svc.memory_bill import Load, MemoryBill, ModelShape, article_kv_bytes, memory_bill, packed_bytes
 from inference_svc.weight_files import read_shape, read_tensor_shapes
+from kev import device_bill
+from kev.device_bill import DeviceBill, device_bills, sized
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
@@ -48,6 +50,8 @@ class Plan:
     load: Load
     bill: MemoryBill
     memory_bytes: int
+    devices: tuple[DeviceBill, ...] = ()
+    """With several engine cores in one process."""
 
 
 def make_plan(config: Config, options: PlanOptions, model: Path | None) -> Plan:
@@ -59,7 +63,7 @@ def make_plan(config: Config, options: PlanOptions, model: Path | None) -> Plan:
         model: directory of the model; None when it is given by its sizes.
 
     Raises:
-        ConfigError: the options contradict each other.
+        ConfigError: the options contradict each other, or the devices are not there.
         ModelError: the directory cannot be read.
     """
     core = config.core
@@ -75,7 +79,8 @@ def make_plan(config: Config, options: PlanOptions, model: Path | None) -> Plan:
     )
     weights = None if model is None else packed_bytes(read_tensor_shapes(model), load.precision)
     memory = parse_bytes(options.memory) if options.memory else machine_bytes()
-    return Plan(shape, load, memory_bill(shape, load, weights), memory)
+    bill = memory_bill(shape, load, weights)
+    return Plan(shape, load, bill, memory, device_bills(config, bill, memory, is_given=bool(options.memory)))
 
 
 def parse_bytes(text: str) -> int:
@@ -121,6 +126,7 @@ def as_data(plan: Plan) -> dict[str, object]:
         "bytes_per_position": plan.bill.position_bytes,
         "bytes_memory": plan.memory_bytes,
         "levels": rows,
+        "devices": device_bill.as_data(plan.devices, plan.load.num_channels),
     }
 
 
@@ -152,6 +158,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    device_bill.print_devices(plan.devices, load.num_channels, console)
     element_bytes = shape.geometry(load.precision).element_bytes
     factors = (shape.num_layers, shape.hidden, load.max_context, element_bytes, load.num_channels)
     rule = article_kv_bytes(*factors)
@@ -159,16 +166,6 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(
         f"if every head were a KV head: {product} = {rule:,} bytes = {sized(rule)}", highlight=False, soft_wrap=True
     )
-
-
-def sized(num_bytes: int) -> str:
-    """Bytes for people."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 def _shape_by_sizes(options: PlanOptions) -> ModelShape:

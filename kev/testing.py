@@ -15,7 +15,8 @@ from common.clock import ManualClock, SystemClock
 from common.config import load_config
 from common.ports import Clock
 from inference_svc.scripted import Script, ScriptedNode, ScriptedRunner
-from kev.engine import AsyncEngine, EngineParts
+from kev.engine import AsyncEngine
+from kev.parts import EngineParts
 
 __all__ = [
     "EOS_ID",
@@ -51,4 +52,4 @@ def scripted_engine(
     loaded = load_config(config or {"kev": {}}, env={})
     clock = clock or SystemClock()
     node = ScriptedNode(loaded, runner or ScriptedRunner(script), clock)
-    return AsyncEngine(loaded, EngineParts(byte_tokenizer(), node), clock)
+    return AsyncEngine(loaded, EngineParts(byte_tokenizer(), (node,)), clock)

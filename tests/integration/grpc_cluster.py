@@ -29,7 +29,7 @@ class ServedEngine:
     """The engine's node, as the inference service knows it."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._node = engine._parts.node
+        self._node = engine._parts.nodes[0]
         self.report: IsolationReport | None = self._node.report
         self.drains: list[float | None] = []
 

@@ -85,6 +85,6 @@ async def leftovers(engine: AsyncEngine) -> dict[str, int]:
         "overflow": stats.router.num_overflow,
         "channels": sum(channel.num_queued for channel in await engine.channels()),
         "work streams": sum(await tiers.router._publisher._work.depths()),
-        "leases": tiers._worker.num_held,
+        "leases": tiers.cores.num_held,
     }
     return {place: number for place, number in counts.items() if number}

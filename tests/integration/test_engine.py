@@ -315,12 +315,12 @@ def _break_add(engine: AsyncEngine) -> None:
 
 def _lose_the_ledger(engine: AsyncEngine) -> None:
     """The books are so broken that not even the end of a question can be entered."""
-    ledger = engine._parts.node.ledger  # type: ignore[attr-defined]
+    ledger = engine._parts.nodes[0].ledger  # type: ignore[attr-defined]
     ledger.release = _broken_books
 
 
 def _scheduler_of(engine: AsyncEngine) -> Any:
-    return engine._parts.node._scheduler  # type: ignore[attr-defined]
+    return engine._parts.nodes[0]._scheduler  # type: ignore[attr-defined]
 
 
 def _broken_books(*_: object) -> None:

@@ -449,7 +449,7 @@ async def test_a_dead_engine_is_alive_but_not_ready(runner: GuidedRunner) -> Non
             assert (await client.get("/ready")).status_code == 200
             running = asyncio.ensure_future(client.post("/v1/query", json={"queries": ["x"], "stream": True}))
             await until(lambda: runner.forwards)
-            engine._parts.node._scheduler.update = lambda *_: 1 / 0  # type: ignore[attr-defined]
+            engine._parts.nodes[0]._scheduler.update = lambda *_: 1 / 0  # type: ignore[attr-defined]
             assert "ENGINE_DEAD" in (await running).text
             assert (await client.get("/health")).status_code == 200
             for response in (await client.get("/ready"), await client.post("/v1/query", json={"queries": ["x"]})):

@@ -45,9 +45,10 @@ from common.watched_work import WatchedWork
 from inference_svc.metrics import Leases, WatchedRunner
 from inference_svc.worker import Worker, WorkerSettings
 from kev.client import AsyncClient
-from kev.engine import AsyncEngine, EngineParts
+from kev.engine import AsyncEngine
 from kev.gateway.app import Gateway
 from kev.gateway.settings import GatewaySettings
+from kev.parts import EngineParts
 from kev.testing import ScriptedNode, ScriptedRunner, byte_tokenizer
 from router_svc.metrics import Publications, WatchedBoard, WatchedRouter
 from router_svc.service import RouterService
@@ -88,7 +89,7 @@ class Tape:
 async def served_engine(telemetry: Telemetry, script: Callable[[str], str] = short) -> AsyncIterator[httpx.AsyncClient]:
     """What ``kev serve`` puts together, without a port."""
     node = ScriptedNode(CONFIG, ScriptedRunner(script), SystemClock())
-    async with AsyncEngine(CONFIG, EngineParts(TOKENIZER, node), telemetry=telemetry) as engine:
+    async with AsyncEngine(CONFIG, EngineParts(TOKENIZER, (node,)), telemetry=telemetry) as engine:
         gateway = Gateway(GatewaySettings(), telemetry)
         gateway.attach(engine)
         transport = httpx.ASGITransport(app=gateway.build_app())

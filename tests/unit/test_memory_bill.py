@@ -132,6 +132,32 @@ def test_a_plan_by_sizes_prints_and_gives_json() -> None:
     assert machine_bytes() > 0
 
 
+def test_several_cores_share_the_weights_of_their_device() -> None:
+    """An operator would plan a copy of the weights for each core, or forget the KV of all but one."""
+    deploy = {"mode": "multi_gpu", "devices": ["cuda:0", "cuda:1"], "workers": 3}
+    config = load_config({"kev": {"deploy": deploy}}, env={})
+    plan = make_plan(config, PlanOptions(memory="40GiB", layers=32, hidden=4096), None)
+    first, second = plan.devices
+    assert [(one.device, one.num_cores) for one in plan.devices] == [("cuda:0", 2), ("cuda:1", 1)]
+    assert first.fixed_bytes == plan.bill.weight_bytes + 2 * plan.bill.working_bytes
+    for level in plan.bill.levels:
+        assert second.bytes_for(level, 8) == plan.bill.fixed_bytes + level.bytes_for(8)
+        fit = first.channels_within(level)
+        assert first.bytes_for(level, fit) <= 40 * GIB < first.bytes_for(level, fit + 1)
+    written = io.StringIO()
+    print_plan(plan, Console(file=written, width=140))
+    data = as_data(plan)
+    assert "fit per core" in written.getvalue() and json.loads(json.dumps(data)) == data
+    assert [one["cores"] for one in data["devices"]] == [2, 1]  # type: ignore[attr-defined]
+
+
+def test_the_memory_of_a_device_elsewhere_must_be_given() -> None:
+    """The bill would be for a device of no memory."""
+    config = load_config({"kev": {"deploy": {"mode": "multi_gpu", "devices": ["cuda:99"]}}}, env={})
+    with pytest.raises(ConfigError, match="say with --memory"):
+        make_plan(config, PlanOptions(layers=32, hidden=4096), None)
+
+
 @pytest.mark.parametrize(
     "options",
     [
