@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.types import ChannelResult, QuestionRecord, Receipt, RequestRecord, Result, Verdict
+from common.types import ChannelResult, Diversion, QuestionRecord, Receipt, RequestRecord, Result, Route, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,14 @@ def build_result(
         num_truncated=outcome.num_truncated or question.num_truncated,
         num_cached_tokens=outcome.num_cached_tokens,
         diverted_from=moved_from if route.diverted_from is None else route.diverted_from,
+        diverted_why=_why_diverted(route, has_moved=moved_from is not None),
         removed=route.removed,
         priority=question.priority,
     )
+
+
+def _why_diverted(route: Route, *, has_moved: bool) -> Diversion | None:
+    """Why the question is not on the channel first picked; it found its place later than it was registered if moved."""
+    if route.diverted_from is not None:
+        return route.diverted_why
+    return Diversion.WAITED if has_moved else None

@@ -283,6 +283,24 @@ def plan(
 
 
 @app.command()
+def stats(
+    target: Annotated[str, typer.Argument(help="http://HOST:PORT, or HOST:PORT of a router; else as configured.")] = "",
+    config: ConfigOption = None,
+    watch: Annotated[float | None, typer.Option(min=0.1, help="Look again every so many seconds.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per look.")] = False,
+) -> None:
+    """Show channels, queues, breakers and hot buckets of a running Kev."""
+    from rich.console import Console
+
+    from common.config import load_config
+    from kev.stats import follow, open_source
+    from kev.stats_view import Screen
+
+    with Screen(Console(), is_live=watch is not None, as_json=as_json) as screen:
+        asyncio.run(follow(open_source(target, load_config(config)), screen.show, watch))
+
+
+@app.command()
 def verify(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -245,7 +245,7 @@ class Client(Blocking):
         )
 
 
-def client_of(config: Config) -> AsyncClient:
+def client_of(config: Config, *, patience_s: float = 10.0) -> AsyncClient:
     """The client of a deployment as its own gateway: addresses, key and certificates from ``kev.cluster``.
 
     Raises:
@@ -259,4 +259,5 @@ def client_of(config: Config) -> AsyncClient:
         api_key=read_key(cluster.api_key_file),
         tls=files if cluster.tls_ca_file else None,
         max_message_bytes=cluster.max_message_bytes,
+        patience_s=patience_s,
     )

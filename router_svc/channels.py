@@ -1,33 +1,33 @@
 """The pool of channels: who is on which channel, and who waits for one.
 
 Invariants and semantics: all channels exist from the start. A question is on exactly one channel, or waits, or is not
-here. A channel never holds more than ``channel_queue_size`` outstanding questions and the overflow queue never more
-than ``overflow_queue_size``. Waiting questions are looked at in order of arrival whenever room appears: a later one
-passes an earlier one only on a channel that the earlier one could not take.
+here. What a channel holds is bounded in entries and bytes, and so is what waits. Those who wait are served in order of
+arrival whenever room appears: a later one passes an earlier one only on a channel that the earlier one could not take.
+The breaker sends questions to other channels than their strategy picked, see ``occupancy``; with every breaker open the
+shortest channel takes all the same.
 
-The breaker: a question whose channel is ``breaker_queue_length`` or more outstanding questions longer than the
-shortest one (an idle channel has none), or full, goes to the shortest one instead. 0 switches it off.
-
-Not here: strategies (they come as ``choose``), publishing, time budgets, clocks (``now_s`` is passed in).
+Not here: strategies (they come as ``choose``), publishing, time budgets, clocks (``now_s`` is passed in; where it is
+left out, the latest time told counts).
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import InvariantError
 from common.types import ChannelSnapshot
+from router_svc.breakers import BreakerRules
+from router_svc.occupancy import Burden, Limits, Occupancy, Place, Placement
+from router_svc.overflow import OverflowQueue
+from router_svc.service_rate import ServiceRate
 from router_svc.strategies import Pick
+
+__all__ = ["Burden", "ChannelPool", "Chooser", "Placement"]
 
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
 _UNKNOWN_RETRY_AFTER_S = 1.0
-_SMOOTHING = 0.2
 
 
 class Chooser(Protocol):
@@ -43,23 +43,24 @@ class Chooser(Protocol):
 
 
 QuestionT = TypeVar("QuestionT", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where a question was put."""
-
-    channel_id: int
-    hash_bucket: int
-    diverted_from: int | None = None
-    """Channel that the strategy had picked, when the breaker chose another one."""
+_WEIGHTLESS = Burden()
 
 
 class ChannelPool(Generic[QuestionT]):
     """Owned by one event loop; every method changes state in one piece."""
 
     def __init__(
-        self, num_channels: int, *, channel_queue_size: int, overflow_queue_size: int | None, breaker_queue_length: int
+        self,
+        num_channels: int,
+        *,
+        channel_queue_size: int,
+        overflow_queue_size: int | None,
+        breaker_queue_length: int,
+        channel_queue_bytes: int | None = None,
+        overflow_queue_bytes: int | None = None,
+        breaker: BreakerRules | None = None,
+        recent_s: float = 60.0,
+        burden_of: Callable[[QuestionT], Burden] = lambda _: _WEIGHTLESS,
     ) -> None:
         """Create idle channels.
 
@@ -67,27 +68,28 @@ class ChannelPool(Generic[QuestionT]):
             num_channels: at least 1; ids are 0 to this, exclusive.
             channel_queue_size: most outstanding questions on one channel, at least 1.
             overflow_queue_size: most waiting questions; None for no bound, 0 for no overflow queue.
-            breaker_queue_length: see the module; 0 never diverts.
+            breaker_queue_length: how much longer than the shortest channel one may be; 0 never diverts.
+            channel_queue_bytes: bytes from which on a channel takes no more; None for no bound.
+            overflow_queue_bytes: bytes from which on the overflow queue takes no more; None for no bound.
+            breaker: when age and failures open a channel's breaker; None: they never do.
+            recent_s: window of ``ChannelSnapshot.num_recent``.
+            burden_of: asked when a question is placed and when it begins to wait; must always say the same.
 
         Raises:
             InvariantError: a size is out of range.
         """
         if num_channels < 1 or channel_queue_size < 1 or breaker_queue_length < 0 or (overflow_queue_size or 0) < 0:
             raise InvariantError("a pool needs channels and room on each of them")
-        self._loads = [0] * num_channels
-        self._num_placed = [0] * num_channels
-        self._num_diverted = [0] * num_channels
-        self._channel_queue_size = channel_queue_size
-        self._overflow_queue_size = overflow_queue_size
-        self._breaker_queue_length = breaker_queue_length
-        self._placed: dict[QuestionT, Placement] = {}
-        self._waiting: dict[QuestionT, Chooser] = {}
-        # One line per chooser, each question with its order of arrival: a look for free room asks the heads only.
-        # OrderedDict, because finding the first key of a dict after many deletions is slow.
-        self._lines: dict[Chooser, OrderedDict[QuestionT, int]] = {}
-        self._arrivals = itertools.count()
-        self._last_release_s: float | None = None
-        self._release_interval_s: float | None = None
+        limits = Limits(
+            max_entries=channel_queue_size, max_bytes=channel_queue_bytes, queue_length=breaker_queue_length
+        )
+        self._channels: Occupancy[QuestionT] = Occupancy(num_channels, limits, breaker or BreakerRules(), recent_s)
+        self._num_places = num_channels * channel_queue_size
+        self._placed: dict[QuestionT, Place] = {}
+        self._waiting: OverflowQueue[QuestionT, Chooser] = OverflowQueue(overflow_queue_size, overflow_queue_bytes)
+        self._burden_of = burden_of
+        self._rate = ServiceRate()
+        self._now_s: float | None = None
 
     @property
     def num_outstanding(self) -> int:
@@ -102,32 +104,35 @@ class ChannelPool(Generic[QuestionT]):
     @property
     def loads(self) -> tuple[int, ...]:
         """Outstanding questions per channel."""
-        return tuple(self._loads)
+        return tuple(self._channels.loads)
 
     def shortage(self, num_questions: int) -> int:
         """How many of so many new questions certainly find no room now, whatever their channels."""
-        if self._overflow_queue_size is None:
+        room = self._waiting.room
+        if room is None:
             return 0
-        num_free = len(self._loads) * self._channel_queue_size - len(self._placed)
-        return max(0, num_questions - num_free - (self._overflow_queue_size - len(self._waiting)))
+        return max(0, num_questions - (self._num_places - len(self._placed)) - room)
 
     def find(self, question: QuestionT) -> Placement | None:
         """Where a question is; None while it waits or when it is not here."""
-        return self._placed.get(question)
+        place = self._placed.get(question)
+        return None if place is None else place.placement
 
     def preview(self, choose: Chooser) -> Placement:
         """The strategy's pick for the loads of the moment, room or not; changes nothing."""
-        pick = choose(self._loads)
+        pick = choose(self._channels.loads)
         return Placement(channel_id=pick.channel_id, hash_bucket=pick.hash_bucket)
 
-    def place(self, question: QuestionT, choose: Chooser) -> Placement | None:
+    def place(self, question: QuestionT, choose: Chooser, *, now_s: float | None = None) -> Placement | None:
         """Put a question on a channel; None when there is no room for it.
 
         Raises:
             InvariantError: the question is already here.
         """
         self._check_new(question)
-        return self._try_place(question, choose)
+        if now_s is not None:
+            self._move_to(now_s)
+        return self._try_place(question, choose, now_s)
 
     def enqueue(self, question: QuestionT, choose: Chooser) -> bool:
         """Let a question wait at the end of the overflow queue; False when the queue is full.
@@ -136,30 +141,33 @@ class ChannelPool(Generic[QuestionT]):
             InvariantError: the question is already here.
         """
         self._check_new(question)
-        if self._overflow_queue_size is not None and len(self._waiting) >= self._overflow_queue_size:
-            return False
-        self._waiting[question] = choose
-        self._lines.setdefault(choose, OrderedDict())[question] = next(self._arrivals)
-        return True
+        return self._waiting.add(question, choose, self._burden_of(question).num_bytes)
 
-    def drain(self) -> list[tuple[QuestionT, Placement]]:
+    def drain(self, *, now_s: float | None = None) -> list[tuple[QuestionT, Placement]]:
         """Place every waiting question for which there is room now, in order."""
+        if now_s is not None:
+            self._move_to(now_s)
         moved: list[tuple[QuestionT, Placement]] = []
-        # (order of arrival of the head, its chooser); orders are unique, so choosers are never compared.
-        heads = [(next(iter(line.values())), choose) for choose, line in self._lines.items()]
-        heapq.heapify(heads)
-        while heads and len(self._placed) < len(self._loads) * self._channel_queue_size:
-            _, choose = heapq.heappop(heads)
-            line = self._lines[choose]
-            question = next(iter(line))
-            placement = self._try_place(question, choose)
-            if placement is None:
-                continue
-            self._stop_waiting(question)
-            moved.append((question, placement))
-            if line:
-                heapq.heappush(heads, (next(iter(line.values())), choose))
+
+        def try_place(question: QuestionT, choose: Chooser) -> bool:
+            placement = self._try_place(question, choose, self._now_s) if self._has_place else None
+            if placement is not None:
+                moved.append((question, placement))
+            return placement is not None
+
+        if len(self._waiting) and self._has_place:
+            self._waiting.serve(try_place)
         return moved
+
+    def note_outcome(self, question: QuestionT, *, failed: bool | None) -> None:
+        """Say how a placed question ended, before it is released; None: that says nothing about its channel.
+
+        Without it an outcome after the end of the time budget is a failure, and any other a success. A question that
+        is on no channel is none of the breaker's business.
+        """
+        place = self._placed.get(question)
+        if place is not None:
+            place.failed, place.says_nothing = failed, failed is None
 
     def release(self, question: QuestionT, now_s: float) -> None:
         """Take a question off its channel because it has its outcome.
@@ -171,11 +179,15 @@ class ChannelPool(Generic[QuestionT]):
         Raises:
             InvariantError: the question is on no channel.
         """
-        placement = self._placed.pop(question, None)
-        if placement is None:
+        place = self._placed.pop(question, None)
+        if place is None:
             raise InvariantError("released a question that is on no channel")
-        self._loads[placement.channel_id] -= 1
-        self._note_release(now_s)
+        self._move_to(now_s)
+        self._channels.take_off(question, place)
+        self._channels.judge(place, now_s)
+        self._rate.release(now_s)
+        if not self._placed:
+            self._rate.end(now_s)
 
     def withdraw(self, question: QuestionT) -> None:
         """Forget a question that will never run, on a channel or waiting; its place is not counted as used.
@@ -184,35 +196,36 @@ class ChannelPool(Generic[QuestionT]):
             InvariantError: the question is not here.
         """
         if question in self._waiting:
-            self._stop_waiting(question)
+            self._waiting.remove(question)
             return
-        placement = self._placed.pop(question, None)
-        if placement is None:
+        place = self._placed.pop(question, None)
+        if place is None:
             raise InvariantError("withdrew a question that is not in the pool")
-        self._loads[placement.channel_id] -= 1
-        self._num_placed[placement.channel_id] -= 1
-        if placement.diverted_from is not None:
-            self._num_diverted[placement.diverted_from] -= 1
+        self._channels.take_off(question, place)
+        self._channels.forget(place)
+        if not self._placed and self._now_s is not None:
+            self._rate.end(self._now_s)
 
-    def retry_after_s(self, num_missing: int) -> float:
+    def releases_per_s(self, now_s: float | None = None) -> float | None:
+        """Pace at which places become free while there is work; None: not known yet."""
+        return self._rate.per_s(self._now_s if now_s is None else now_s)
+
+    def retry_after_s(self, num_missing: int, now_s: float | None = None) -> float:
         """When ``num_missing`` more places are expected, in seconds, from the pace of the latest releases."""
-        if self._release_interval_s is None:
+        per_s = self.releases_per_s(now_s)
+        if per_s is None:
             return _UNKNOWN_RETRY_AFTER_S
-        return min(max(self._release_interval_s * num_missing, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        return min(max(num_missing / per_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
-    def snapshots(self) -> list[ChannelSnapshot]:
+    def recent(self, now_s: float | None = None) -> list[int]:
+        """Questions placed on each channel in the window, index = channel id."""
+        return self._channels.recent(self._now_s if now_s is None else now_s)
+
+    def snapshots(self, now_s: float | None = None) -> list[ChannelSnapshot]:
         """Occupancy of every channel, by id."""
-        shortest = min(self._loads)
-        return [
-            ChannelSnapshot(
-                channel_id=channel_id,
-                num_queued=load,
-                num_total=self._num_placed[channel_id],
-                num_diverted=self._num_diverted[channel_id],
-                breaker_open=self._breaker_open(load, shortest),
-            )
-            for channel_id, load in enumerate(self._loads)
-        ]
+        if now_s is not None:
+            self._move_to(now_s, look_at_once=True)
+        return self._channels.snapshots(self._now_s)
 
     def check_integrity(self) -> None:
         """Recount everything.
@@ -220,55 +233,39 @@ class ChannelPool(Generic[QuestionT]):
         Raises:
             InvariantError: the counts do not match who is here.
         """
-        counted = [0] * len(self._loads)
-        for placement in self._placed.values():
-            counted[placement.channel_id] += 1
-        if counted != self._loads or max(counted) > self._channel_queue_size:
-            raise InvariantError(f"channel loads are {self._loads}, counted {counted}")
-        if self._placed.keys() & self._waiting.keys():
+        self._channels.check_integrity()
+        if sum(self._channels.loads) != len(self._placed):
+            raise InvariantError(f"channel loads are {self._channels.loads}, {len(self._placed)} questions are placed")
+        if any(question in self._waiting for question in self._placed):
             raise InvariantError("a question is on a channel and waits for one")
-        if sum(map(len, self._lines.values())) != len(self._waiting):
-            raise InvariantError("the lines do not hold exactly the questions that wait")
-        if self._overflow_queue_size is not None and len(self._waiting) > self._overflow_queue_size:
-            raise InvariantError(f"{len(self._waiting)} questions wait where {self._overflow_queue_size} may")
+        self._waiting.check_integrity()
 
-    def _stop_waiting(self, question: QuestionT) -> None:
-        choose = self._waiting.pop(question)
-        line = self._lines[choose]
-        del line[question]
-        if not line:
-            del self._lines[choose]
+    @property
+    def _has_place(self) -> bool:
+        return len(self._placed) < self._num_places
 
     def _check_new(self, question: QuestionT) -> None:
         if question in self._placed or question in self._waiting:
             raise InvariantError("the question is already in the pool")
 
-    def _try_place(self, question: QuestionT, choose: Chooser) -> Placement | None:
-        pick = choose(self._loads)
-        channel_id, diverted_from = pick.channel_id, None
-        if self._breaker_queue_length and pick.may_divert:
-            shortest = min(self._loads)
-            if self._breaker_open(self._loads[channel_id], shortest):
-                diverted_from, channel_id = channel_id, self._loads.index(shortest)
-        if self._loads[channel_id] >= self._channel_queue_size:
+    def _try_place(self, question: QuestionT, choose: Chooser, now_s: float | None) -> Placement | None:
+        pick = choose(self._channels.loads)
+        channel_id, why = pick.channel_id, None
+        if pick.may_divert:
+            channel_id, why = self._channels.detour(channel_id, pick.lane)
+        if not self._channels.has_room(channel_id):
             return None
-        self._loads[channel_id] += 1
-        self._num_placed[channel_id] += 1
-        if diverted_from is not None:
-            self._num_diverted[diverted_from] += 1
-        placement = Placement(channel_id=channel_id, hash_bucket=pick.hash_bucket, diverted_from=diverted_from)
-        self._placed[question] = placement
+        placement = Placement(
+            channel_id=channel_id,
+            hash_bucket=pick.hash_bucket,
+            diverted_from=None if why is None else pick.channel_id,
+            diverted_why=why,
+        )
+        if not self._placed:
+            self._rate.begin(now_s)
+        self._placed[question] = self._channels.put_on(question, placement, self._burden_of(question), self._now_s)
         return placement
 
-    def _breaker_open(self, load: int, shortest: int) -> bool:
-        if not self._breaker_queue_length or load == shortest:
-            return False
-        return load - shortest >= self._breaker_queue_length or load >= self._channel_queue_size
-
-    def _note_release(self, now_s: float) -> None:
-        if self._last_release_s is not None:
-            interval_s = now_s - self._last_release_s
-            before_s = self._release_interval_s if self._release_interval_s is not None else interval_s
-            self._release_interval_s = before_s + _SMOOTHING * (interval_s - before_s)
-        # The gap after the last question of a burst says nothing about the pace.
-        self._last_release_s = now_s if self._placed else None
+    def _move_to(self, now_s: float, *, look_at_once: bool = False) -> None:
+        self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)
+        self._channels.look(self._now_s, at_once=look_at_once)

@@ -14,15 +14,25 @@ from typing import Protocol
 
 from common.errors import KevError
 from common.metrics import catalogue as names
-from common.metrics.port import Reading, Recorder, by_channel
+from common.metrics.port import MAX_CHANNEL_LABELS, Reading, Recorder, by_channel
 from common.ports import Intake, OutcomeBoard
 from common.tracing.work import WorkTraces
-from common.types import ChannelSnapshot, RequestRecord, RequestSpec, RouterStats, WorkItem
+from common.types import (
+    BreakerState,
+    ChannelSnapshot,
+    HotSpotKind,
+    RequestRecord,
+    RequestSpec,
+    RouterStats,
+    WorkItem,
+)
 from common.watched_work import WorkWatcher
 
 ACCEPTED = "accepted"
 ABANDONED = "abandoned"
 """The caller left, or an error that is no verdict."""
+_STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+_MAX_RANKS = 8
 
 
 class Router(Protocol):
@@ -137,7 +147,16 @@ def readings(router: Router) -> Iterable[Reading]:
     yield Reading(names.REQUESTS, stats.num_requests)
     yield Reading(names.QUESTIONS, stats.num_questions)
     yield Reading(names.REMOVED_CHARS, stats.num_removed_chars)
+    yield Reading(names.SAVED_TOKENS, stats.num_saved_tokens)
     yield Reading(names.WAITING, stats.num_overflow)
     yield Reading(names.DIVERTED, sum(channel.num_diverted for channel in channels))
     yield Reading(names.BREAKERS, sum(channel.breaker_open for channel in channels))
+    yield Reading(names.OLDEST_PLACED, max(channel.oldest_ms for channel in channels) / 1000)
+    yield Reading(names.RELEASES, stats.releases_per_s or 0.0)
     yield from by_channel(names.IN_FLIGHT, (channel.num_queued for channel in channels))
+    yield from by_channel(names.BREAKER_STATE, (_STATES[c.breaker] for c in channels[:MAX_CHANNEL_LABELS]))
+    for kind in HotSpotKind:
+        yield Reading(names.HOT_SPOTS, sum(spot.kind is kind for spot in stats.hot_spots), (kind.value,))
+    for rank in range(_MAX_RANKS):
+        count = stats.bucket_heat[rank].num_questions if rank < len(stats.bucket_heat) else 0
+        yield Reading(names.HEAT_SHARE, count / max(stats.num_recent, 1), (str(rank + 1),))

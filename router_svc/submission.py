@@ -50,6 +50,7 @@ class PendingQuestion:
                 strategy=self.submission.spec.strategy,
                 hash_bucket=placement.hash_bucket,
                 diverted_from=placement.diverted_from,
+                diverted_why=placement.diverted_why,
                 normalized_text=self.prepared.normalized.text,
                 removed=self.prepared.normalized.removed,
             ),

@@ -7,8 +7,26 @@ Not here: what a node says about a question (``common.codec.results``).
 
 from __future__ import annotations
 
-from common.codec.wire import LEVEL, VERDICT
-from common.types import ChannelSnapshot, IsolationReport, NodeStats, RouterStats
+from common.codec.wire import (
+    BREAKER_STATE,
+    DIVERSION,
+    HOT_SPOT_KIND,
+    LEVEL,
+    STRATEGY,
+    VERDICT,
+    optional,
+    to_duration,
+    to_whole_ms,
+)
+from common.types import (
+    BreakerState,
+    BucketHeat,
+    ChannelSnapshot,
+    HotSpot,
+    IsolationReport,
+    NodeStats,
+    RouterStats,
+)
 from kev.v1 import types_pb2 as pb
 
 
@@ -105,6 +123,12 @@ def encode_channel_snapshot(value: ChannelSnapshot) -> pb.ChannelSnapshot:
         num_total=value.num_total,
         num_diverted=value.num_diverted,
         breaker_open=value.breaker_open,
+        breaker=BREAKER_STATE.encode(value.breaker),
+        breaker_why=DIVERSION.encode_maybe(value.breaker_why),
+        num_bytes=value.num_bytes,
+        oldest_duration=to_duration(value.oldest_ms),
+        num_recent=value.num_recent,
+        num_recent_failures=value.num_recent_failures,
     )
 
 
@@ -116,6 +140,12 @@ def decode_channel_snapshot(message: pb.ChannelSnapshot) -> ChannelSnapshot:
         num_total=message.num_total,
         num_diverted=message.num_diverted,
         breaker_open=message.breaker_open,
+        breaker=BREAKER_STATE.decode_maybe(message.breaker) or BreakerState.CLOSED,
+        breaker_why=DIVERSION.decode_maybe(message.breaker_why),
+        num_bytes=message.num_bytes,
+        oldest_ms=to_whole_ms(message.oldest_duration),
+        num_recent=message.num_recent,
+        num_recent_failures=message.num_recent_failures,
     )
 
 
@@ -127,17 +157,65 @@ def encode_router_stats(value: RouterStats) -> pb.RouterStats:
         num_rejected=value.num_rejected,
         num_overflow=value.num_overflow,
         num_removed_chars=value.num_removed_chars,
+        num_saved_tokens=value.num_saved_tokens,
         buckets=[pb.BucketCount(hash_bucket=bucket, num_questions=num) for bucket, num in value.bucket_counts],
+        window=to_duration(value.window_ms),
+        num_recent=value.num_recent,
+        bucket_heat=[
+            pb.BucketHeat(
+                strategy=STRATEGY.encode(heat.strategy), hash_bucket=heat.hash_bucket, num_questions=heat.num_questions
+            )
+            for heat in value.bucket_heat
+        ],
+        hot_spots=[_encode_hot_spot(spot) for spot in value.hot_spots],
+        releases_per_s=value.releases_per_s,
+    )
+
+
+def _encode_hot_spot(value: HotSpot) -> pb.HotSpot:
+    return pb.HotSpot(
+        kind=HOT_SPOT_KIND.encode(value.kind),
+        channel_id=value.channel_id,
+        num_questions=value.num_questions,
+        share=value.share,
+        remedy=value.remedy,
+        strategy=STRATEGY.encode_maybe(value.strategy),
+        hash_bucket=value.hash_bucket,
+    )
+
+
+def _decode_hot_spot(message: pb.HotSpot) -> HotSpot | None:
+    kind = HOT_SPOT_KIND.decode_maybe(message.kind)
+    if kind is None:
+        return None
+    return HotSpot(
+        kind=kind,
+        channel_id=message.channel_id,
+        num_questions=message.num_questions,
+        share=message.share,
+        remedy=message.remedy,
+        strategy=STRATEGY.decode_maybe(message.strategy),
+        hash_bucket=optional(message, "hash_bucket"),
     )
 
 
 def decode_router_stats(message: pb.RouterStats) -> RouterStats:
-    """A router's counters."""
+    """A router's counters; hot spots and buckets of a kind that only a newer router knows are left out."""
     return RouterStats(
         num_requests=message.num_requests,
         num_questions=message.num_questions,
         num_rejected=message.num_rejected,
         num_overflow=message.num_overflow,
         num_removed_chars=message.num_removed_chars,
+        num_saved_tokens=message.num_saved_tokens,
         bucket_counts=tuple((entry.hash_bucket, entry.num_questions) for entry in message.buckets),
+        window_ms=to_whole_ms(message.window),
+        num_recent=message.num_recent,
+        bucket_heat=tuple(
+            BucketHeat(strategy=strategy, hash_bucket=heat.hash_bucket, num_questions=heat.num_questions)
+            for heat in message.bucket_heat
+            if (strategy := STRATEGY.decode_maybe(heat.strategy)) is not None
+        ),
+        hot_spots=tuple(spot for entry in message.hot_spots if (spot := _decode_hot_spot(entry)) is not None),
+        releases_per_s=optional(message, "releases_per_s"),
     )

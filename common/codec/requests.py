@@ -8,6 +8,7 @@ Not here: outcomes (``common.codec.results``).
 from __future__ import annotations
 
 from common.codec.wire import (
+    DIVERSION,
     LEVEL,
     MODE,
     STRATEGY,
@@ -262,6 +263,7 @@ def _encode_route(value: Route) -> pb.Route:
         diverted_from=value.diverted_from,
         normalized_text=value.normalized_text,
         removed=value.removed,
+        diverted_why=DIVERSION.encode_maybe(value.diverted_why),
     )
 
 
@@ -273,6 +275,7 @@ def _decode_route(message: pb.Route, path: str) -> Route:
         diverted_from=optional(message, "diverted_from"),
         normalized_text=message.normalized_text,
         removed=tuple(message.removed),
+        diverted_why=DIVERSION.decode_maybe(message.diverted_why),
     )
 
 

@@ -9,6 +9,7 @@ Not here: requests (``common.codec.requests``).
 from __future__ import annotations
 
 from common.codec.wire import (
+    DIVERSION,
     EVENT_TYPE,
     FINISH_REASON,
     LEVEL,
@@ -248,6 +249,7 @@ def encode_result(value: Result) -> pb.Result:
         diverted_from=value.diverted_from,
         removed=value.removed,
         priority=value.priority,
+        diverted_why=DIVERSION.encode_maybe(value.diverted_why),
     )
 
 
@@ -285,6 +287,7 @@ def decode_result(message: pb.Result, path: str = "result") -> Result:
         diverted_from=optional(message, "diverted_from"),
         removed=tuple(message.removed),
         priority=message.priority,
+        diverted_why=DIVERSION.decode_maybe(message.diverted_why),
     )
 
 

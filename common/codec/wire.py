@@ -19,7 +19,10 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from common.errors import InvalidRequestError
 from common.types import (
     AggregateMode,
+    BreakerState,
+    Diversion,
     FinishReason,
+    HotSpotKind,
     IsolationLevel,
     RequestState,
     Strategy,
@@ -50,6 +53,14 @@ class EnumCodec(Generic[E]):
         """The wire number."""
         return self._numbers[member]
 
+    def encode_maybe(self, member: E | None) -> str | None:
+        """As ``encode``; ``None`` stays unset."""
+        return None if member is None else self._names[member]
+
+    def decode_maybe(self, number: int) -> E | None:
+        """The member; ``None`` when it is not set or not known here. For what is told and decides nothing."""
+        return self._members.get(number)
+
     def decode(self, number: int, path: str) -> E:
         """The member.
 
@@ -70,6 +81,9 @@ TRUNCATE = EnumCodec(Truncate, "TRUNCATE", pb.Truncate)
 FINISH_REASON = EnumCodec(FinishReason, "FINISH_REASON", pb.FinishReason)
 STATE = EnumCodec(RequestState, "REQUEST_STATE", pb.RequestState)
 VERDICT = EnumCodec(Verdict, "VERDICT", pb.Verdict)
+DIVERSION = EnumCodec(Diversion, "DIVERSION", pb.Diversion)
+BREAKER_STATE = EnumCodec(BreakerState, "BREAKER_STATE", pb.BreakerState)
+HOT_SPOT_KIND = EnumCodec(HotSpotKind, "HOT_SPOT_KIND", pb.HotSpotKind)
 EVENT_TYPE = EnumCodec(StreamEventType, "STREAM_EVENT_TYPE", pb.StreamEventType)
 
 

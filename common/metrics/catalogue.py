@@ -122,6 +122,7 @@ REPUBLICATIONS = _counter(
 )
 ROUTED_TOKENS = _counter(Tier.ROUTER, "kev_router_prompt_tokens_total", "Prompt tokens of published questions.")
 REMOVED_CHARS = _read_counter(Tier.ROUTER, "kev_router_removed_chars_total", "Characters that normalization removed.")
+SAVED_TOKENS = _read_counter(Tier.ROUTER, "kev_router_saved_tokens_total", "Prompt tokens that normalization saved.")
 WAITING = _gauge(Tier.ROUTER, "kev_router_questions_waiting", "Questions that wait for a channel.")
 IN_FLIGHT = _gauge(
     Tier.ROUTER,
@@ -133,10 +134,33 @@ DIVERTED = _read_counter(
     Tier.ROUTER, "kev_router_diverted_total", "Questions that the breaker sent to another channel."
 )
 BREAKERS = _gauge(Tier.ROUTER, "kev_router_breakers_open", "Channels whose breaker diverts questions now.")
+BREAKER_STATE = _gauge(
+    Tier.ROUTER, "kev_router_breaker_state", "Breaker of a channel: 0 closed, 1 half-open, 2 open.", "channel"
+)
+OLDEST_PLACED = _gauge(
+    Tier.ROUTER, "kev_router_oldest_seconds", "Age of the oldest question of this router on a channel; 0 without one."
+)
+RELEASES = _gauge(
+    Tier.ROUTER,
+    "kev_router_releases_per_second",
+    "Pace at which channels give places back while there is work, behind every Retry-After; 0 while it is not known.",
+)
+HEAT_SHARE = _gauge(
+    Tier.ROUTER,
+    "kev_router_heat_share",
+    "Share of the latest questions in the hottest hash buckets, rank 1 being the hottest.",
+    "rank",
+)
+HOT_SPOTS = _gauge(
+    Tier.ROUTER, "kev_router_hot_spots", "Hash buckets and channels that are hot spots now; GET /v1/stats names them.",
+    "kind",
+)  # fmt: skip
 
 # ---- inference node
 
-NODE_ALIVE = _gauge(Tier.INFERENCE, "kev_node_alive", "1 while the model thread runs, 0 while loading or dead.")
+NODE_ALIVE = _gauge(
+    Tier.INFERENCE, "kev_node_alive", "1 while every engine core of the process runs, 0 while loading or dead."
+)
 NODE_STRICT = _gauge(Tier.INFERENCE, "kev_node_strict", "1 if the probe found that level strict can be kept here.")
 SLOTS = _gauge(Tier.INFERENCE, "kev_node_slots", "Slots of the engine.")
 SLOTS_USED = _gauge(Tier.INFERENCE, "kev_node_slots_used", "Slots with a question.")

@@ -27,6 +27,16 @@ SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[Healt
 UNKNOWN_FIELD = b"\x80\x7d\x01"  # field 2000, varint 1
 ENUM_DEFAULTS = {"Question.truncate", "QuestionSpec.truncate", "StreamEvent.state"}
 """Enum fields in which "not set" has a meaning."""
+TOLD = {
+    "Route.diverted_why",
+    "Result.diverted_why",
+    "ChannelSnapshot.breaker",
+    "ChannelSnapshot.breaker_why",
+    "HotSpot.kind",
+    "HotSpot.strategy",
+    "BucketHeat.strategy",
+}
+"""Enum fields that are told to somebody and decide nothing: what is not known is left out."""
 
 INT32 = 2**31 - 1
 INT_LIMITS = {"hash_bucket": 2**64 - 1, "seed": 2**63 - 1, "num_steps": 2**63 - 1, "kv_bytes_total": 2**63 - 1}
@@ -184,10 +194,10 @@ def test_every_wire_field_is_written() -> None:
     assert written == declared
 
 
-def enum_fields() -> Iterator[Any]:
+def enum_fields(*, told: bool = False) -> Iterator[Any]:
     for crossing in CROSSINGS:
-        for path, _, field in leaves(crossing.encode(full(crossing.value))):
-            if field.enum_type is not None:
+        for path, owner, field in leaves(crossing.encode(full(crossing.value))):
+            if field.enum_type is not None and (f"{owner.DESCRIPTOR.name}.{field.name}" in TOLD) == told:
                 yield pytest.param(crossing, path, id=crossing.value.__name__ + path)
 
 
@@ -208,6 +218,13 @@ def test_unknown_enum_value_names_its_field(crossing: Crossing, path: str) -> No
         crossing.decode(message)
     assert caught.value.violations[0].field.endswith(path.rpartition(".")[2])
     assert "99" in caught.value.violations[0].message
+
+
+@pytest.mark.parametrize(("crossing", "path"), list(enum_fields(told=True)))
+def test_what_is_only_told_is_left_out_when_it_is_not_known(crossing: Crossing, path: str) -> None:
+    """An answer would be lost, or an operator told nothing at all, for a word that only a newer router knows."""
+    unset, unknown = (crossing.decode(with_enum(crossing, path, number)[0]) for number in (0, 99))
+    assert unset == unknown != crossing.decode(crossing.encode(full(crossing.value)))
 
 
 @pytest.mark.parametrize(("crossing", "path"), list(enum_fields()))
@@ -232,6 +249,9 @@ def test_missing_enum_value_is_refused_unless_it_has_a_default(crossing: Crossin
         (domain.RequestState, pb.RequestState.DESCRIPTOR),
         (domain.Verdict, pb.Verdict.DESCRIPTOR),
         (domain.StreamEventType, pb.StreamEventType.DESCRIPTOR),
+        (domain.Diversion, pb.Diversion.DESCRIPTOR),
+        (domain.BreakerState, pb.BreakerState.DESCRIPTOR),
+        (domain.HotSpotKind, pb.HotSpotKind.DESCRIPTOR),
     ],
     ids=lambda argument: getattr(argument, "__name__", ""),
 )

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LABELS = {"method", "reason", "verdict", "outcome", "channel", "delivery", "state", "finish_reason", "kind", "why"} | {
     "route",
     "status",
+    "rank",
 }
 """Of small sets, all of them: no id, no text, no tenant, no model."""
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.errors import InvariantError
-from router_svc.channels import ChannelPool, Chooser, Placement
+from common.types import BreakerState, Diversion
+from router_svc.breakers import BreakerRules
+from router_svc.channels import Burden, ChannelPool, Chooser, Placement
 from router_svc.strategies import Pick
 
 
@@ -49,7 +51,8 @@ def test_breaker_diverts_to_an_idle_channel_and_says_so() -> None:
     """A hot bucket would hold up its questions while other channels are idle."""
     pool = pool_of(breaker=1)
     pool.place(1, to(2))
-    assert pool.place(2, to(2)) == Placement(channel_id=0, hash_bucket=102, diverted_from=2)
+    diverted = Placement(channel_id=0, hash_bucket=102, diverted_from=2, diverted_why=Diversion.QUEUE_LENGTH)
+    assert pool.place(2, to(2)) == diverted
     assert [(c.num_diverted, c.breaker_open) for c in pool.snapshots()] == [(0, True), (0, False), (1, True)]
     pool.place(3, to(2))
     assert [c.breaker_open for c in pool.snapshots()] == [False, False, False]
@@ -169,42 +172,225 @@ def test_misuse_is_a_bug_and_named() -> None:
         ChannelPool(0, channel_queue_size=1, overflow_queue_size=0, breaker_queue_length=0)
 
 
+def test_bytes_bound_a_channel_and_any_size_fits_an_idle_one() -> None:
+    """A few very long questions would fill the memory that entries alone do not bound."""
+    pool: ChannelPool[int] = ChannelPool(
+        2,
+        channel_queue_size=9,
+        overflow_queue_size=9,
+        breaker_queue_length=0,
+        channel_queue_bytes=100,
+        overflow_queue_bytes=150,
+        burden_of=lambda question: Burden(num_bytes=question),
+    )
+    assert pool.place(1000, to(0)) is not None
+    assert pool.place(1, to(0)) is None, "it holds its fill"
+    assert [pool.place(q, to(1)) is not None for q in (60, 39, 2, 3)] == [True, True, True, False]
+    assert [channel.num_bytes for channel in pool.snapshots()] == [1000, 101]
+    assert [pool.enqueue(q, to(1)) for q in (149, 120, 4)] == [True, True, False]
+    assert pool.shortage(20) == 20 - (18 - 4)
+    pool.check_integrity()
+    pool.release(60, now_s=1.0)
+    assert [question for question, _ in pool.drain()] == [149]
+
+
+def test_the_breaker_knows_bytes() -> None:
+    """A question would wait for the channel with the giant although others are idle."""
+    pool: ChannelPool[int] = ChannelPool(
+        3,
+        channel_queue_size=9,
+        overflow_queue_size=0,
+        breaker_queue_length=5,
+        channel_queue_bytes=100,
+        burden_of=lambda question: Burden(num_bytes=question),
+    )
+    pool.place(1000, to(1))
+    found = [pool.place(question, to(1)) for question in (10, 20)]
+    assert [p and (p.channel_id, p.diverted_why) for p in found] == [(0, Diversion.FULL), (2, Diversion.FULL)]
+    assert [(c.breaker, c.breaker_why) for c in pool.snapshots()][1] == (BreakerState.OPEN, Diversion.FULL)
+
+
+def test_the_breaker_stays_in_the_lane_of_the_pick() -> None:
+    """A class of questions would flood the channels of all others."""
+    pool = pool_of(num_channels=4, size=2, breaker=1)
+
+    def choose(loads: Sequence[int]) -> Pick:
+        return Pick(channel_id=2, hash_bucket=0, lane=range(2, 4))
+
+    found = [pool.place(question, choose) for question in range(5)]
+    assert [p and p.channel_id for p in found] == [2, 3, 2, 3, None]
+
+
+def watched(cooldown_s: float = 5.0, **rules: float) -> ChannelPool[int]:
+    return ChannelPool(
+        3,
+        channel_queue_size=4,
+        overflow_queue_size=4,
+        breaker_queue_length=3,
+        breaker=BreakerRules(min_outcomes=2, cooldown_s=cooldown_s, **rules),  # type: ignore[arg-type]
+        burden_of=lambda _: Burden(expires_at_s=1000.0),
+    )
+
+
+def test_a_stuck_channel_is_avoided_until_a_probe_succeeds() -> None:
+    """Questions would go on queueing behind one that never ends."""
+    pool = watched(max_age_s=10.0)
+    pool.place(0, to(1), now_s=0.0)
+    assert pool.place(1, to(1), now_s=9.0) == Placement(channel_id=1, hash_bucket=101)
+    moved = pool.place(2, to(1), now_s=10.0)
+    assert moved == Placement(channel_id=0, hash_bucket=101, diverted_from=1, diverted_why=Diversion.AGE)
+    snapshot = pool.snapshots(12.0)[1]
+    assert (snapshot.breaker, snapshot.breaker_why, snapshot.breaker_open) == (BreakerState.OPEN, Diversion.AGE, True)
+    assert (snapshot.oldest_ms, snapshot.num_diverted) == (12_000, 1)
+    for question in (0, 1):
+        pool.release(question, now_s=13.0)
+    assert pool.snapshots(16.0)[1].breaker is BreakerState.OPEN, "it is left alone for a while"
+    assert pool.snapshots(18.0)[1].breaker is BreakerState.HALF_OPEN
+    probe, other = (pool.place(question, to(1), now_s=18.5) for question in (3, 4))
+    assert probe == Placement(channel_id=1, hash_bucket=101)
+    assert other is not None and other.diverted_why is Diversion.AGE
+    pool.release(3, now_s=19.0)
+    assert pool.snapshots(19.0)[1].breaker is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_failures_open_the_breaker(says_so: bool) -> None:
+    """A channel on which everything times out would go on getting its share."""
+    pool = watched(failure_rate=0.5)
+    for question in (0, 1):
+        pool.place(question, to(1), now_s=0.0)
+        if says_so:
+            pool.note_outcome(question, failed=True)
+        pool.release(question, now_s=1.0 if says_so else 1000.0)
+    moved = pool.place(2, to(1), now_s=1001.0 if not says_so else 2.0)
+    assert moved is not None and (moved.channel_id, moved.diverted_why) == (0, Diversion.FAILURES)
+    assert pool.snapshots()[1].num_recent_failures == 2
+
+
+def test_a_cancelled_probe_is_followed_by_another() -> None:
+    """A channel would be lost for ever to a client who left."""
+    pool = watched(failure_rate=0.5, cooldown_s=0.0)
+    for question in (0, 1):
+        pool.place(question, to(1), now_s=0.0)
+        pool.note_outcome(question, failed=True)
+        pool.release(question, now_s=1.0)
+    for question, leave in ((2, "withdraw"), (3, "cancel"), (4, "succeed")):
+        probe = pool.place(question, to(1), now_s=float(question))
+        assert probe is not None and probe.channel_id == 1
+        if leave == "withdraw":
+            pool.withdraw(question)
+            continue
+        if leave == "cancel":
+            pool.note_outcome(question, failed=None)
+        pool.release(question, now_s=question + 0.1)
+    assert pool.snapshots(5.0)[1].breaker is BreakerState.CLOSED
+
+
+def test_with_every_breaker_open_the_shortest_channel_takes() -> None:
+    """Kev would stand still although every channel has room."""
+    pool = watched(max_age_s=1.0)
+    for question in range(3):
+        pool.place(question, to(question), now_s=0.0)
+    pool.place(3, to(0), now_s=0.5)
+    found = [pool.place(question, to(0), now_s=60.0) for question in range(10, 20)]
+    assert all(channel.breaker is BreakerState.OPEN for channel in pool.snapshots(61.0))
+    assert sum(p is not None for p in found) == 12 - 4, "every place is used"
+
+
+def test_recent_counts_follow_the_window() -> None:
+    """Yesterday's load would be shown as today's."""
+    pool = pool_of()
+    for question, at_s in enumerate((0.0, 30.0, 59.0)):
+        pool.place(question, to(question % 2), now_s=at_s)
+        pool.release(question, now_s=at_s + 0.5)
+    assert pool.recent(59.0) == [2, 1, 0]
+    assert [channel.num_recent for channel in pool.snapshots(70.0)] == [1, 1, 0]
+
+
+LIMIT_BYTES, MOST_BYTES = 10, 9
+RULES = st.builds(
+    BreakerRules,
+    max_age_s=st.sampled_from([0.0, 3.0]),
+    failure_rate=st.sampled_from([0.0, 0.5]),
+    min_outcomes=st.integers(1, 3),
+    cooldown_s=st.sampled_from([0.0, 2.0]),
+)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any sequence of place, release and withdraw: no question is lost, doubled or overtaken on its channel."""
 
     @initialize(
-        num_channels=st.integers(1, 4), size=st.integers(1, 3), overflow=st.integers(0, 4), breaker=st.integers(0, 3)
+        num_channels=st.integers(1, 4),
+        size=st.integers(1, 3),
+        overflow=st.integers(0, 4),
+        breaker=st.integers(0, 3),
+        has_bytes=st.booleans(),
+        rules=RULES,
     )
-    def create(self, num_channels: int, size: int, overflow: int, breaker: int) -> None:
-        self.pool = pool_of(num_channels, size, overflow, breaker)
+    def create(
+        self, num_channels: int, size: int, overflow: int, breaker: int, has_bytes: bool, rules: BreakerRules
+    ) -> None:
         self.num_channels, self.size, self.overflow, self.breaker = num_channels, size, overflow, breaker
+        self.limit_bytes = LIMIT_BYTES if has_bytes else 10**9
+        self.pool: ChannelPool[int] = ChannelPool(
+            num_channels,
+            channel_queue_size=size,
+            overflow_queue_size=overflow,
+            breaker_queue_length=breaker,
+            channel_queue_bytes=self.limit_bytes,
+            overflow_queue_bytes=self.limit_bytes,
+            breaker=rules,
+            burden_of=self.burden_of,
+        )
         self.placed: dict[int, Placement] = {}
         self.waiting: dict[int, int] = {}
         self.next = 0
+        self.now_s = 0.0
+
+    @staticmethod
+    def burden_of(question: int) -> Burden:
+        return Burden(num_bytes=question * 7 % (MOST_BYTES + 1), expires_at_s=None if question % 3 else question + 5.0)
+
+    def num_bytes(self, channel_id: int) -> int:
+        return sum(self.burden_of(q).num_bytes for q, p in self.placed.items() if p.channel_id == channel_id)
+
+    def has_room(self, channel_id: int) -> bool:
+        load = sum(p.channel_id == channel_id for p in self.placed.values())
+        return load < self.size and self.num_bytes(channel_id) < self.limit_bytes
+
+    @rule(pause_s=st.floats(0, 4))
+    def pass_time(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        self.pool.snapshots(self.now_s)
 
     @rule(home=st.integers(0, 3))
     def arrive(self, home: int) -> None:
         question, self.next = self.next, self.next + 1
         home %= self.num_channels
-        placement = self.pool.place(question, to(home))
+        placement = self.pool.place(question, to(home), now_s=self.now_s)
         if placement is not None:
             self.placed[question] = placement
             assert placement.hash_bucket == 100 + home
             assert placement.diverted_from == (home if placement.channel_id != home else None)
+            assert (placement.diverted_why is None) == (placement.diverted_from is None)
         elif self.pool.enqueue(question, to(home)):
             self.waiting[question] = home
         else:
-            assert len(self.waiting) == self.overflow
+            held = sum(self.burden_of(q).num_bytes for q in self.waiting)
+            assert len(self.waiting) == self.overflow or held >= self.limit_bytes
 
     @precondition(lambda self: self.placed)
-    @rule(data=st.data(), finished=st.booleans())
-    def leave(self, data: st.DataObject, finished: bool) -> None:
+    @rule(data=st.data(), how=st.sampled_from(["release", "fail", "cancel", "withdraw"]))
+    def leave(self, data: st.DataObject, how: str) -> None:
         question = data.draw(st.sampled_from(sorted(self.placed)))
         del self.placed[question]
-        if finished:
-            self.pool.release(question, now_s=float(self.next))
-        else:
+        if how == "withdraw":
             self.pool.withdraw(question)
+        else:
+            if how != "release":
+                self.pool.note_outcome(question, failed=True if how == "fail" else None)
+            self.pool.release(question, now_s=self.now_s)
         self.collect()
 
     @precondition(lambda self: self.waiting)
@@ -216,7 +402,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.collect()
 
     def collect(self) -> None:
-        moved = self.pool.drain()
+        moved = self.pool.drain(now_s=self.now_s)
         questions = [question for question, _ in moved]
         assert questions == sorted(questions), "the queue is drained in order"
         for question, placement in moved:
@@ -232,11 +418,13 @@ class PoolMachine(RuleBasedStateMachine):
         loads = [sum(p.channel_id == c for p in self.placed.values()) for c in range(self.num_channels)]
         assert self.pool.loads == tuple(loads)
         assert max(loads) <= self.size
+        assert all(self.num_bytes(c) < self.limit_bytes + MOST_BYTES for c in range(self.num_channels))
         assert self.pool.num_waiting == len(self.waiting) <= self.overflow
         assert {q for q in range(self.next) if self.pool.find(q)} == set(self.placed)
         for home in self.waiting.values():
-            assert loads[home] == self.size, "a question waits although its channel has room"
-            assert not self.breaker or min(loads) == self.size, "a question waits although it could be diverted"
+            assert not self.has_room(home), "a question waits although its channel has room"
+            if self.breaker:
+                assert not any(map(self.has_room, range(self.num_channels))), "it waits although it could be diverted"
 
 
 PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,156 @@
+"""Where the latest questions crowd, and what an operator is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.types import HotSpot, HotSpotKind, Strategy
+from router_svc.hot_spots import HotSpots, in_words
+from router_svc.settings import RouterSettings
+
+SETTINGS = RouterSettings(channel_pool_size=16, hot_spot_min_questions=20)
+SEMANTIC = Strategy.SEMANTIC_HASH
+EVEN = [10] * 16
+
+
+def detector(**changes: object) -> HotSpots:
+    return HotSpots(replace(SETTINGS, **changes))  # type: ignore[arg-type]
+
+
+def feed(spots: HotSpots, buckets: list[int], now_s: float = 0.0, strategy: Strategy = SEMANTIC) -> None:
+    for bucket in buckets:
+        spots.note(strategy, bucket, bucket % 16, now_s)
+
+
+def test_a_bucket_with_half_the_traffic_is_named_with_its_share_and_a_remedy() -> None:
+    """An operator would have to count hash_bucket in the outputs by hand, as the first one did."""
+    spots = detector()
+    feed(spots, [50, *range(40, 45)] * 10)
+    feed(spots, [50] * 40)
+    [change] = spots.look(0.0, EVEN)
+    assert change.begins
+    assert (change.spot.kind, change.spot.strategy, change.spot.hash_bucket) == (HotSpotKind.BUCKET, SEMANTIC, 50)
+    assert (change.spot.channel_id, change.spot.num_questions, change.spot.share) == (2, 50, 0.5)
+    assert "consistent_hash" in change.spot.remedy and "prebucket" in change.spot.remedy
+    assert "semantic_planes (now 6)" in change.spot.remedy
+    assert in_words(change.spot) == ("hash bucket 50 of semantic_hash (channel 2) has 50% of the latest questions (50)")
+
+
+def test_three_questions_make_no_hot_spot() -> None:
+    """Every quiet deployment would be told of hot spots all day."""
+    spots = detector()
+    feed(spots, [7] * 3)
+    assert spots.look(0.0, [3] + [0] * 15) == []
+    feed(spots, [7] * 17)
+    assert [change.spot.hash_bucket for change in spots.look(0.0, EVEN)] == [7]
+
+
+def test_it_ends_below_the_lower_share_and_not_before() -> None:
+    """The log would fill with beginnings and ends of one hot spot at the border."""
+    spots = detector()
+    feed(spots, [7] * 25 + list(range(100, 175)))
+    assert [change.begins for change in spots.look(0.0, EVEN)] == [True]
+    feed(spots, list(range(200, 224)), now_s=1.0)
+    assert spots.look(1.0, EVEN) == [] and len(spots.spots) == 1, "20.2 %"
+    feed(spots, list(range(300, 303)), now_s=2.0)
+    assert [change.begins for change in spots.look(2.0, EVEN)] == [False]
+    assert spots.spots == ()
+
+
+def test_it_ends_when_the_traffic_stops() -> None:
+    """A dashboard would show yesterday's hot spot."""
+    spots = detector()
+    feed(spots, [7] * 30)
+    assert spots.look(0.0, EVEN)
+    assert [change.begins for change in spots.look(100.0, [0] * 16)] == [False]
+    assert (spots.num_recent, spots.heat(9)) == (0, ())
+
+
+def test_even_traffic_has_no_hot_spot() -> None:
+    """A warning that is always there is read by nobody."""
+    spots = detector()
+    feed(spots, list(range(64)) * 20)
+    assert spots.look(0.0, [80] * 16) == []
+
+
+def test_in_a_small_pool_an_even_share_is_not_hot() -> None:
+    """With two channels every bucket has a quarter of the traffic or more."""
+    spots = detector(channel_pool_size=2)
+    feed(spots, [0, 1] * 50)
+    assert spots.look(0.0, [50, 50]) == []
+    feed(spots, [1] * 150)
+    assert [change.spot.hash_bucket for change in spots.look(0.0, [50, 50])] == [1]
+    alone = detector(channel_pool_size=1)
+    feed(alone, [0] * 500)
+    assert alone.look(0.0, [500]) == []
+
+
+def test_a_hot_channel_is_told_unless_a_bucket_explains_it() -> None:
+    """The same trouble would be told twice, or not at all where the strategy has no buckets."""
+    spots = detector()
+    feed(spots, [3] * 60, strategy=Strategy.LENGTH_AWARE)
+    [change] = spots.look(0.0, [0, 0, 0, 60] + [4] * 12)
+    assert (change.spot.kind, change.spot.channel_id) == (HotSpotKind.CHANNEL, 3)
+    assert change.spot.hash_bucket is None and "length_tiers" in change.spot.remedy
+    both = detector()
+    feed(both, [3] * 60)
+    assert [c.spot.kind for c in both.look(0.0, [0, 0, 0, 60] + [4] * 12)] == [HotSpotKind.BUCKET]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Strategy.CONSISTENT_HASH, "load_bound (now 1.25)"),
+        (SEMANTIC, "semantic_planes"),
+        (Strategy.PREBUCKET, "prebucket_classes"),
+    ],
+)
+def test_the_remedy_fits_the_strategy(strategy: Strategy, words: str) -> None:
+    """An operator would be told to take what is taken already."""
+    spots = detector(breaker_queue_length=0)
+    feed(spots, [3] * 60, strategy=strategy)
+    [change] = spots.look(0.0, EVEN)
+    assert words in change.spot.remedy and "breaker_queue_length 1" in change.spot.remedy
+    with_breaker = detector()
+    feed(with_breaker, [3] * 60, strategy=strategy)
+    assert "the breaker is off" not in with_breaker.look(0.0, EVEN)[0].spot.remedy
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 3, 4, 5, 6]), st.floats(0, 8), st.booleans()), max_size=100)
+
+
+@settings(max_examples=40, deadline=None)
+@given(EVENTS, st.integers(1, 12), st.integers(2, 30))
+def test_the_detector_agrees_with_a_naive_one(
+    events: list[tuple[int, float, bool]], num_channels: int, min_questions: int
+) -> None:
+    """It would name a bucket that is not hot, miss one that is, or forget to tell its end."""
+    spots = detector(channel_pool_size=num_channels, hot_spot_min_questions=min_questions)
+    seen: list[tuple[int, int]] = []
+    hot: set[int] = set()
+    told: dict[int, HotSpot] = {}
+    now_s = 0.0
+    begin = min(1.0, max(0.25, 1.5 / num_channels))
+    for bucket, pause_s, is_dense in events:
+        now_s += pause_s if not is_dense else 0.0
+        slot = int(now_s / 5)
+        spots.note(SEMANTIC, bucket, 0, now_s)
+        seen = [(b, at) for b, at in [*seen, (bucket, slot)] if at > slot - 12]
+        counts = Counter(b for b, _ in seen)
+        for change in spots.look(now_s, [0] * num_channels):
+            assert change.spot.hash_bucket is not None
+            assert (change.spot.hash_bucket in told) != change.begins
+            told.pop(change.spot.hash_bucket, None)
+            if change.begins:
+                told[change.spot.hash_bucket] = change.spot
+        is_enough = len(seen) >= min_questions and num_channels > 1
+        stays = {b for b in hot if is_enough and counts[b] >= begin * 0.2 / 0.25 * len(seen)}
+        starts = {bucket} if is_enough and counts[bucket] >= begin * len(seen) else set()
+        hot = stays | starts
+        assert set(told) == hot == {spot.hash_bucket for spot in spots.spots}
+        assert all(spot.share == counts[spot.hash_bucket or 0] / len(seen) for spot in spots.spots)
