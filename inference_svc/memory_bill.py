@@ -28,6 +28,8 @@ _CHANNEL_BYTES = 8
 _FLOAT_BYTES = 4
 _ROW_SCRATCH_BYTES = 2048 + 128
 """The linears' scratch per row beside the row itself in 16 bits (``linear.cpp``)."""
+_PASS_ROWS_PER_THREAD, _MAX_PASS_ROWS, _SLICE_OUTPUTS, _PREPARED_BYTES = 16, 48, 128, 132
+"""Rows that threads work on by themselves, and their working memory (``forward.cpp``, ``forward_rows.cpp``)."""
 _LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS = 12, 96, 512 << 10, 2 * 96 + 32 + 256 + 2
 """The attention's scratch per thread (``attention_block.h``)."""
 _ROUTERS = (".gate.weight", ".router.weight")
@@ -193,10 +195,20 @@ def working_bytes(shape: ModelShape, load: Load) -> int:
     shapes = ForwardShapes.of(load.num_channels, load.prefill_rows, load.segment_tokens, ragged=True)
     query = shape.num_heads * shape.head_size
     qkv = query + 2 * shape.num_kv_heads * shape.head_size
-    residual = 5 if shape.num_experts > 1 else 3
-    row = residual * shape.hidden + query + qkv + 2 * shape.mlp_width + shape.num_experts
-    scratch = max(shape.hidden, query, shape.mlp_width) * 2 + _ROW_SCRATCH_BYTES
-    activations = shapes.max_rows * (row * _FLOAT_BYTES + scratch)
+    mixture = shape.num_experts > 1
+    shared_rows = max(shapes.decode_rows, min(shapes.max_rows, _PASS_ROWS_PER_THREAD * load.num_threads - 1))
+    if mixture:
+        shared_rows = max(shapes.max_rows, shapes.decode_rows)
+    rows = max(shapes.max_rows, shapes.decode_rows) * (shape.hidden + query + qkv)
+    rows += shapes.max_rows * (2 * shape.hidden + shape.num_experts if mixture else 0)
+    shared = 2 * shape.hidden + 2 * shape.mlp_width
+    widest = max(shape.hidden, query, shape.mlp_width)
+    scratch = shared_rows * (widest * 2 + _ROW_SCRATCH_BYTES)
+    activations = (rows + shared_rows * shared) * _FLOAT_BYTES + scratch
+    if not mixture:
+        row = 2 * shape.hidden + min(2 * shape.mlp_width, _SLICE_OUTPUTS) + shape.mlp_width
+        prepared = widest * 2 + _PREPARED_BYTES
+        activations += load.num_threads * _MAX_PASS_ROWS * (row * _FLOAT_BYTES + prepared)
     positions = load.max_context + 80
     scores = max(_LEAST_UNITS * positions * _FLOAT_BYTES, min(_MOST_UNITS * positions * _FLOAT_BYTES, _SCORE_BYTES))
     attention = load.num_threads * (scores + _TILE_ROWS * _rounded(shape.head_size, 32) * _FLOAT_BYTES)

@@ -18,7 +18,7 @@ import torch
 
 from common.errors import InvariantError
 from inference_svc.forward import BestToken, RowOutput, WantedRow
-from inference_svc.kernels.layout import CSegment, CStep
+from inference_svc.kernels.layout import CSegment, CStep, Work
 from inference_svc.kernels.library import Library, Pool
 from inference_svc.kv_cache import KVCache
 from inference_svc.native_model import NativeModel
@@ -91,6 +91,13 @@ class NativeForward:
         if state:
             raise MemoryError("the native forward ran out of memory")
         return self._outputs(order, num_greedy, logits)
+
+    def work_ms(self) -> dict[Work, float]:
+        """Milliseconds of threads that all forwards so far spent on each kind of work."""
+        spent = (ctypes.c_int64 * len(Work))()
+        if self._calls.kev_executor_times(self._executor, spent, len(Work)):
+            raise InvariantError("the native kernels count other kinds of work than these")
+        return {work: spent[work] / 1e6 for work in Work}
 
     def _place(self, index: int, segment: Segment) -> None:
         rows = slice(segment.row, segment.row + segment.num_rows)

@@ -12,7 +12,7 @@ using kev::Weight;
 
 namespace {
 
-constexpr int ABI_VERSION = 1;
+constexpr int ABI_VERSION = 2;
 constexpr int64_t LARGEST = int64_t{1} << 40;       // of any one dimension, and of rows times width
 constexpr int64_t LARGEST_I8_K = int64_t{1} << 17;  // 127 * 127 * k must fit int32
 constexpr uintptr_t ALIGNMENT = 64;

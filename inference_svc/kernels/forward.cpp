@@ -1,52 +1,22 @@
 #include "forward.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <vector>
+
+#include "forward_parts.h"
+#include "forward_rows.h"
 
 namespace kev {
 namespace {
 
-constexpr int64_t kAlignment = 64;
 constexpr int64_t kSerialNumbers = 16384;  // below this a rowwise pass is not worth waking anybody
 constexpr int64_t kRowsPerChunk = 4;
-
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-int64_t rounded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
-
-// Working memory of one kind, 64-byte aligned.
-template <class T>
-class Buffer {
- public:
-  explicit Buffer(int64_t count) : bytes_(rounded(std::max<int64_t>(count, 1) * static_cast<int64_t>(sizeof(T)))) {
-    data_ = static_cast<T*>(std::aligned_alloc(kAlignment, bytes_));
-    if (data_ == nullptr) throw std::bad_alloc();
-    std::memset(static_cast<void*>(data_), 0, bytes_);
-  }
-  ~Buffer() { std::free(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* get() const { return data_; }
-  int64_t bytes() const { return bytes_; }
-
- private:
-  int64_t bytes_;
-  T* data_;
-};
-
-int64_t widest(const Model& model) {
-  return std::max({model.hidden, model.num_heads * model.head_size, model.mlp_width});
-}
+constexpr int64_t kTileRows = 6;  // that a linear takes at once, in the widest variant
+constexpr int64_t kPassRowsPerThread = 16;  // with fewer, threads share the outputs instead of the rows
 
 int64_t up_width(const Model& model) { return model.gated ? 2 * model.mlp_width : model.mlp_width; }
-
-int64_t qkv_width(const Model& model) { return (model.num_heads + 2 * model.num_kv_heads) * model.head_size; }
 
 int64_t most_experts(const Model& model) {
   int64_t most = 0;
@@ -61,15 +31,11 @@ int64_t scratch_bytes(const Model& model, int64_t rows) {
   return bytes;
 }
 
-void normalize(const Norm& norm, const float* x, int64_t ldx, int64_t width, float* out, int64_t ldo, int64_t first,
-               int64_t last) {
-  if (static_cast<NormKind>(norm.kind) == NormKind::RMS)
-    rms_norm(x, ldx, norm.weight, norm.offset, norm.eps, width, out, ldo, first, last);
-  else
-    layer_norm(x, ldx, norm.weight, norm.bias, norm.eps, width, out, ldo, first, last);
+// Rows of which threads share the outputs, at most: experts gather rows from everywhere, so all of them.
+int64_t shared_rows(const Model& model, int64_t threads, int64_t max_rows, int64_t max_wanted) {
+  if (most_experts(model) > 0) return std::max(max_rows, max_wanted);
+  return std::max(std::min(max_rows, kPassRowsPerThread * threads - 1), max_wanted);
 }
-
-bool present(const Norm& norm) { return static_cast<NormKind>(norm.kind) != NormKind::NONE; }
 
 // The `count` largest of `logits` [num] after a softmax over all, ties to the lowest index, in ascending order of index.
 void choose(const float* logits, int64_t num, int64_t count, bool renormalize, int64_t* index, float* weight) {
@@ -103,35 +69,50 @@ class Executor {
         pool_(pool),
         max_rows_(max_rows),
         max_wanted_(max_wanted),
-        hidden_(max_rows * model.hidden),
-        normed_(max_rows * model.hidden),
-        mixed_(max_rows * model.num_heads * model.head_size),
-        qkv_(max_rows * qkv_width(model)),
-        up_(max_rows * up_width(model)),
-        added_(max_rows * model.hidden),
+        experts_(most_experts(model) > 0),
+        shared_rows_(shared_rows(model, pool_threads(pool), max_rows, max_wanted)),
+        hidden_(std::max(max_rows, max_wanted) * model.hidden),
+        mixed_(std::max(max_rows, max_wanted) * query_width(model)),
+        qkv_(std::max(max_rows, max_wanted) * qkv_width(model)),
+        normed_(shared_rows_ * model.hidden),
+        up_(shared_rows_ * up_width(model)),
+        added_(shared_rows_ * model.hidden),
         last_(max_wanted * model.hidden),
         routes_(max_rows * most_experts(model)),
-        gathered_(most_experts(model) > 0 ? max_rows * model.hidden : 0),
-        expert_out_(most_experts(model) > 0 ? max_rows * model.hidden : 0),
-        scratch_(scratch_bytes(model, std::max(max_rows, max_wanted))),
+        gathered_(experts_ ? max_rows * model.hidden : 0),
+        expert_out_(experts_ ? max_rows * model.hidden : 0),
+        scratch_(scratch_bytes(model, shared_rows_)),
         attention_scratch_(
-            attention_scratch_bytes(pool_threads(pool), model.max_context, model.head_size, model.num_heads)) {}
+            attention_scratch_bytes(pool_threads(pool), model.max_context, model.head_size, model.num_heads)),
+        pass_parts_(model),
+        pass_memory_(experts_ ? 0 : pool_threads(pool) * pass_parts_.floats) {}
 
   int64_t bytes() const {
     return hidden_.bytes() + normed_.bytes() + mixed_.bytes() + qkv_.bytes() + up_.bytes() + added_.bytes() +
            last_.bytes() + routes_.bytes() + gathered_.bytes() + expert_out_.bytes() + scratch_.bytes() +
-           attention_scratch_.bytes();
+           attention_scratch_.bytes() + pass_memory_.bytes();
   }
 
   int run(const Step& step) {
     if (!fits(step)) return 1;
+    lap_ = WorkTimes::now();
     embed(step);
-    for (int64_t i = 0; i < model_.num_layers; ++i) run_layer(model_.layers[i], step);
+    lap(Work::EMBED);
+    if (passes(step))
+      run_passes(step);
+    else
+      for (int64_t i = 0; i < model_.num_layers; ++i) run_layer(model_.layers[i], step);
     finish(step);
+    lap(Work::HEAD);
     return 0;
   }
 
+  const WorkTimes& times() const { return times_; }
+
  private:
+  // The time since the last lap was spent on this, by all threads.
+  void lap(Work work) { lap_ = times_.add(work, lap_, pool_threads(pool_)); }
+
   bool fits(const Step& step) const {
     if (step.num_rows < 0 || step.num_rows > max_rows_ || step.num_wanted > max_wanted_ ||
         step.num_greedy > step.num_wanted)
@@ -144,6 +125,9 @@ class Executor {
       if (step.wanted[w] < 0 || step.wanted[w] >= step.num_rows) return false;
     return true;
   }
+
+  // There are enough rows for every thread to work on its own.
+  bool passes(const Step& step) const { return !experts_ && step.num_rows > shared_rows_ && model_.num_layers > 0; }
 
   // Calls body(first, last) over rows; in one piece when there is little to do. Always through the pool, which gives every
   // chunk the default floating point environment, whatever the caller has set.
@@ -173,84 +157,161 @@ class Executor {
     over_rows(rows, width, [&](int64_t first, int64_t last) {
       normalize(layer.before_attention, hidden, width, width, normed_.get(), width, first, last);
     });
+    lap(Work::NORM);
     attend(layer, step);
     if (model_.parallel_residual) {
       over_rows(rows, width, [&](int64_t first, int64_t last) {
         normalize(layer.before_mlp, hidden, width, width, normed_.get(), width, first, last);
-        join(layer.after_attention, first, last);
+        join(layer.after_attention, added_.get(), hidden, width, first, last);
       });
     } else {
       over_rows(rows, width, [&](int64_t first, int64_t last) {
-        join(layer.after_attention, first, last);
+        join(layer.after_attention, added_.get(), hidden, width, first, last);
         normalize(layer.before_mlp, hidden, width, width, normed_.get(), width, first, last);
       });
     }
+    lap(Work::NORM);
     if (layer.num_experts > 0)
       run_experts(layer, rows);
     else
       run_mlp(layer.mlps[0], normed_.get(), rows, added_.get());
-    over_rows(rows, width, [&](int64_t first, int64_t last) { join(layer.after_mlp, first, last); });
-  }
-
-  // Adds what a block made to the residual stream, through the norm after the block when there is one.
-  void join(const Norm& norm, int64_t first, int64_t last) {
-    const int64_t width = model_.hidden;
-    float* added = added_.get();
-    if (present(norm)) normalize(norm, added, width, width, added, width, first, last);
-    add(added, width, width, hidden_.get(), width, first, last);
+    over_rows(rows, width, [&](int64_t first, int64_t last) {
+      join(layer.after_mlp, added_.get(), hidden, width, first, last);
+    });
+    lap(Work::NORM);
   }
 
   void attend(const Layer& layer, const Step& step) {
-    const int64_t rows = step.num_rows, size = model_.head_size, width = qkv_width(model_);
-    const int64_t query_width = model_.num_heads * size, kv_width = model_.num_kv_heads * size;
+    const int64_t rows = step.num_rows, width = qkv_width(model_);
     float* qkv = qkv_.get();
     linear(pool_, layer.qkv, normed_.get(), rows, model_.hidden, layer.qkv_bias, qkv, width, scratch_.get());
+    lap(Work::QKV);
     over_rows(rows, width, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r) {
-        float* query = qkv + r * width;
-        float* key = query + query_width;
-        if (present(layer.query)) normalize(layer.query, query, size, size, query, size, 0, model_.num_heads);
-        if (present(layer.key)) normalize(layer.key, key, size, size, key, size, 0, model_.num_kv_heads);
-      }
-      if (layer.rotary_half > 0)  // query and key heads lie side by side
-        rotate(qkv, width, model_.num_heads + model_.num_kv_heads, size, layer.rotary_half, layer.cos, layer.sin,
-               step.positions, first, last);
-      const auto type = static_cast<Precision>(model_.kv_type);
-      const int64_t row_bytes = kv_width * (type == Precision::F32 ? 4 : 2);
-      for (int64_t r = first; r < last; ++r) {
-        const float* key = qkv + r * width + query_width;
-        store(key, kv_width, type, static_cast<char*>(layer.keys) + step.places[r] * row_bytes);
-        store(key + kv_width, kv_width, type, static_cast<char*>(layer.values) + step.places[r] * row_bytes);
-      }
+      place_heads(model_, layer, step, true, qkv, first, last);
     });
+    lap(Work::ROTATE);
+    mix(layer, step.segments, step.num_segments);
+    linear(pool_, layer.out, mixed_.get(), rows, query_width(model_), layer.out_bias, added_.get(), model_.hidden,
+           scratch_.get());
+    lap(Work::OUT);
+  }
+
+  // Attention proper.
+  void mix(const Layer& layer, const Segment* segments, int64_t num_segments) {
     Attention call{};
-    call.q = qkv;
-    call.ldq = width;
+    call.q = qkv_.get();
+    call.ldq = qkv_width(model_);
     call.keys = layer.keys;
     call.values = layer.values;
     call.out = mixed_.get();
-    call.ldo = query_width;
+    call.ldo = query_width(model_);
     call.num_heads = model_.num_heads;
     call.num_kv_heads = model_.num_kv_heads;
-    call.head_size = size;
+    call.head_size = model_.head_size;
     call.window = layer.window;
     call.scale = layer.scale;
     call.softcap = layer.softcap;
     call.kv_type = model_.kv_type;
-    attention(pool_, call, step.segments, step.num_segments, attention_scratch_.get());
-    linear(pool_, layer.out, mixed_.get(), rows, query_width, layer.out_bias, added_.get(), model_.hidden,
-           scratch_.get());
+    attention(pool_, call, segments, num_segments, attention_scratch_.get());
+    lap(Work::ATTENTION);
+  }
+
+  // All layers for many rows: threads take blocks of rows from the attention of a layer to that of the next. What
+  // comes after the last layer's keys and values is computed for the wanted rows alone.
+  void run_passes(const Step& step) {
+    const PassRows rows{hidden_.get(), qkv_.get(), mixed_.get()};
+    const std::vector<Segment> segments = joined(step);
+    const int64_t last = model_.num_layers - 1;
+    for (int64_t i = 0; i <= last; ++i) {
+      over_blocks(step.num_rows, [&](RowPass& pass, int64_t first, int64_t end) {
+        const Layer& layer = model_.layers[i];
+        const Weight* next = i > 0 ? &model_.layers[i - 1].out : &layer.qkv;
+        if (i > 0) pass.after_attention(model_.layers[i - 1], rows, &layer.qkv, first, end);
+        pass.before_attention(layer, step, rows, i < last, next, first, end);
+      });
+      if (i < last) mix(model_.layers[i], segments.data(), static_cast<int64_t>(segments.size()));
+    }
+    run_wanted(model_.layers[last], step);
+  }
+
+  // One layer for the wanted rows, whose keys and values are stored; they become the first rows.
+  void run_wanted(const Layer& layer, const Step& step) {
+    const int64_t width = model_.hidden, count = step.num_wanted;
+    if (count == 0) return;
+    std::vector<int64_t> positions(count), places(count);
+    std::vector<Segment> segments(count);
+    for (int64_t w = 0; w < count; ++w) {
+      const int64_t row = step.wanted[w];
+      std::memcpy(last_.get() + w * width, hidden_.get() + row * width, width * sizeof(float));
+      positions[w] = step.positions[row];
+      places[w] = step.places[row];
+      segments[w] = *std::find_if(step.segments, step.segments + step.num_segments, [&](const Segment& segment) {
+        return row >= segment.row && row < segment.row + segment.num_rows;
+      });
+      segments[w].position += row - segments[w].row;
+      segments[w].row = w;
+      segments[w].num_rows = 1;
+    }
+    std::memcpy(hidden_.get(), last_.get(), count * width * sizeof(float));
+    Step few = step;
+    few.positions = positions.data();
+    few.places = places.data();
+    few.segments = segments.data();
+    few.num_rows = few.num_segments = count;
+    run_layer(layer, few);
+  }
+
+  // Neighbouring segments of one question as one, so that their keys and values are read fewer times.
+  static std::vector<Segment> joined(const Step& step) {
+    std::vector<Segment> made;
+    made.reserve(step.num_segments);
+    for (int64_t i = 0; i < step.num_segments; ++i) {
+      const Segment& next = step.segments[i];
+      if (!made.empty()) {
+        Segment& before = made.back();
+        if (before.row + before.num_rows == next.row && before.position + before.num_rows == next.position &&
+            before.prefix_start == next.prefix_start && before.num_prefix == next.num_prefix &&
+            before.private_start == next.private_start) {
+          before.num_rows += next.num_rows;
+          continue;
+        }
+      }
+      made.push_back(next);
+    }
+    return made;
+  }
+
+  // Calls body(pass, first, last) for blocks of whole tiles of rows, of nearly one size and as many for each thread.
+  template <class F>
+  void over_blocks(int64_t rows, F&& body) {
+    const int64_t threads = pool_threads(pool_), tiles = (rows + kTileRows - 1) / kTileRows;
+    const int64_t blocks = threads * ((tiles * kTileRows + MAX_PASS_ROWS * threads - 1) / (MAX_PASS_ROWS * threads));
+    std::vector<WorkTimes> spent(threads);
+    std::atomic<int64_t> next{0};
+    parallel(pool_, threads, [&](int64_t worker) {
+      RowPass pass(model_, pass_parts_, pass_memory_.get() + worker * pass_parts_.floats, &spent[worker]);
+      for (int64_t b; (b = next.fetch_add(1, std::memory_order_relaxed)) < blocks;)
+        body(pass, tiles * b / blocks * kTileRows, std::min(rows, tiles * (b + 1) / blocks * kTileRows));
+    });
+    const int64_t before = times_.sum();
+    for (const WorkTimes& each : spent) times_.add(each);
+    const int64_t now = WorkTimes::now();
+    times_.at(Work::WAIT) += (now - lap_) * threads - (times_.sum() - before);
+    lap_ = now;
   }
 
   void run_mlp(const Mlp& mlp, const float* x, int64_t rows, float* out) {
     const int64_t width = mlp.down.k, ld = mlp.up.n;
     float* up = up_.get();
     linear(pool_, mlp.up, x, rows, model_.hidden, mlp.up_bias, up, ld, scratch_.get());
+    lap(Work::UP);
     over_rows(rows, 4 * width, [&](int64_t first, int64_t last) {
       activate(static_cast<Activation>(model_.activation), up, ld, model_.gated ? up + width : nullptr, ld, width, up,
                ld, first, last);
     });
+    lap(Work::ACTIVATE);
     linear(pool_, mlp.down, up, rows, ld, mlp.down_bias, out, model_.hidden, scratch_.get());
+    lap(Work::DOWN);
   }
 
   // Each row's chosen experts, summed in ascending order of their index: the row's own order, whoever else chose them.
@@ -272,6 +333,7 @@ class Executor {
       const auto count = static_cast<int64_t>(members.size());
       for (int64_t m = 0; m < count; ++m)
         std::memcpy(gathered_.get() + m * width, normed_.get() + members[m].first * width, width * sizeof(float));
+      lap(Work::EXPERTS);
       run_mlp(layer.mlps[expert], gathered_.get(), count, expert_out_.get());
       over_rows(count, width, [&](int64_t first, int64_t last) {
         for (int64_t m = first; m < last; ++m) {
@@ -281,14 +343,17 @@ class Executor {
         }
       });
     }
+    lap(Work::EXPERTS);
   }
 
   void finish(const Step& step) {
     const int64_t width = model_.hidden, vocabulary = model_.vocabulary;
     const int64_t greedy = step.num_greedy, rest = step.num_wanted - greedy;
     float* last = last_.get();
-    for (int64_t w = 0; w < step.num_wanted; ++w)
-      std::memcpy(last + w * width, hidden_.get() + step.wanted[w] * width, width * sizeof(float));
+    for (int64_t w = 0; w < step.num_wanted; ++w) {
+      const int64_t row = passes(step) ? w : step.wanted[w];
+      std::memcpy(last + w * width, hidden_.get() + row * width, width * sizeof(float));
+    }
     if (step.num_wanted > 0) normalize(model_.final_norm, last, width, width, last, width, 0, step.num_wanted);
     if (greedy > 0)
       linear_argmax(pool_, model_.head, last, greedy, width, model_.head_bias, model_.final_softcap, step.best,
@@ -306,8 +371,14 @@ class Executor {
   const Model model_;
   Pool* pool_;
   const int64_t max_rows_, max_wanted_;
-  Buffer<float> hidden_, normed_, mixed_, qkv_, up_, added_, last_, routes_, gathered_, expert_out_;
+  const bool experts_;
+  const int64_t shared_rows_;
+  Buffer<float> hidden_, mixed_, qkv_, normed_, up_, added_, last_, routes_, gathered_, expert_out_;
   Buffer<char> scratch_, attention_scratch_;
+  const RowPass::Parts pass_parts_;
+  Buffer<float> pass_memory_;
+  WorkTimes times_;
+  int64_t lap_ = 0;
 };
 
 Executor* executor_create(const Model* model, Pool* pool, int64_t max_rows, int64_t max_wanted) {
@@ -321,6 +392,8 @@ Executor* executor_create(const Model* model, Pool* pool, int64_t max_rows, int6
 void executor_destroy(Executor* executor) { delete executor; }
 
 int64_t executor_bytes(const Executor* executor) { return executor->bytes(); }
+
+const WorkTimes& executor_times(const Executor* executor) { return executor->times(); }
 
 int executor_run(Executor* executor, const Step& step) {
   try {
@@ -356,6 +429,13 @@ void kev_executor_destroy(void* executor) { kev::executor_destroy(static_cast<ke
 
 int64_t kev_executor_bytes(const void* executor) {
   return kev::executor_bytes(static_cast<const kev::Executor*>(executor));
+}
+
+int kev_executor_times(const void* executor, int64_t* nanoseconds, int64_t count) {
+  if (count != static_cast<int64_t>(kev::Work::COUNT)) return 1;
+  std::memcpy(nanoseconds, kev::executor_times(static_cast<const kev::Executor*>(executor)).nanoseconds(),
+              static_cast<size_t>(count) * sizeof(int64_t));
+  return 0;
 }
 
 int kev_executor_run(void* executor, const kev::Step* step) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "work_times.h"
 
 namespace kev {
 
@@ -100,6 +101,8 @@ class Executor;
 Executor* executor_create(const Model* model, Pool* pool, int64_t max_rows, int64_t max_wanted);
 void executor_destroy(Executor* executor);
 int64_t executor_bytes(const Executor* executor);
+// Of all its forwards so far.
+const WorkTimes& executor_times(const Executor* executor);
 
 // Runs a step. 0: done; 1: the step does not fit the executor or names a row, token or position that does not exist (nothing was run); 2: memory is short.
 int executor_run(Executor* executor, const Step& step);

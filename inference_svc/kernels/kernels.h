@@ -66,6 +66,24 @@ void pack_rows(Pool* pool, Precision precision, const void* source, Precision so
 // Writes row `index` of a packed weight as k floats (I8: times its scale).
 void unpack_row(const Weight& weight, int64_t index, float* out);
 
+// Rows as a linear of some precision reads them: BF16 rounded, I8 quantized with a scale of their own, F32 as they were.
+struct PreparedRows {
+  const unsigned char* x;
+  int64_t stride;      // bytes
+  const float* scale;  // I8
+};
+
+// Bytes of memory that prepare_rows() needs for `rows` rows of width k.
+int64_t prepared_bytes(Precision precision, int64_t rows, int64_t k);
+
+// Prepares rows of width k, `ldx` apart, into `memory` (64-byte aligned), on the calling thread.
+PreparedRows prepare_rows(Precision precision, const float* x, int64_t rows, int64_t ldx, int64_t k, void* memory);
+
+// Outputs [first, last) of a linear for prepared rows, on the calling thread: the bits of linear(). Both are multiples
+// of 16 or n. y: [rows, last - first], `ldy` apart. The first outputs of `next` (null: none) are fetched on the way.
+void linear_rows(const Weight& weight, const PreparedRows& x, int64_t rows, int64_t first, int64_t last,
+                 const float* bias, float* y, int64_t ldy, const Weight* next);
+
 // Bytes of scratch that linear() needs for `rows` rows of width k.
 int64_t linear_scratch_bytes(Precision precision, int64_t rows, int64_t k);
 

@@ -41,6 +41,24 @@ class Activation(IntEnum):
     RELU = 3
 
 
+class Work(IntEnum):
+    """What a forward's time is spent on: ``work_times.h``."""
+
+    EMBED = 0
+    NORM = 1
+    PREPARE = 2
+    QKV = 3
+    ROTATE = 4
+    ATTENTION = 5
+    OUT = 6
+    UP = 7
+    ACTIVATE = 8
+    DOWN = 9
+    EXPERTS = 10
+    HEAD = 11
+    WAIT = 12
+
+
 class CWeight(ctypes.Structure):
     """``kev::Weight``."""
 

@@ -25,7 +25,7 @@ VARIANTS = ("avx512_bf16_vnni", "avx2", "portable")
 """Best first."""
 
 _SWITCH = "KEV_KERNELS"
-ABI_VERSION = 1
+ABI_VERSION = 2
 """As ``kev_abi_version``: changes whenever a signature, a structure or the packed layout does."""
 _REINSTALL = "install Kev again where a C++ compiler is at hand"
 
@@ -140,6 +140,7 @@ def declare(calls: ctypes.CDLL) -> None:
         "kev_executor_create": (pointer, pointer, pointer, count, count),
         "kev_executor_destroy": (None, pointer),
         "kev_executor_bytes": (count, pointer),
+        "kev_executor_times": (whole, pointer, pointer, count),
         "kev_executor_run": (whole, pointer, pointer),
     }
     for name, (result, *arguments) in signatures.items():

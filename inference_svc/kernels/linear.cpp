@@ -44,47 +44,59 @@ int64_t scales_bytes(Precision precision, int64_t rows) {
   return precision == Precision::I8 ? up(rows * static_cast<int64_t>(sizeof(float)), CACHE_LINE) : 0;
 }
 
-int64_t prepared_bytes(Precision precision, int64_t rows, int64_t k) {
-  return precision == Precision::F32 ? 0 : rows * row_bytes(precision, k) + scales_bytes(precision, rows);
+// Where the prepared rows will lie; F32 rows stay where they are.
+PreparedRows layout(Precision precision, const float* x, int64_t rows, int64_t ldx, int64_t k, void* memory) {
+  if (precision == Precision::F32)
+    return {reinterpret_cast<const unsigned char*>(x), ldx * static_cast<int64_t>(sizeof(float)), nullptr};
+  auto* out = static_cast<unsigned char*>(memory);
+  const int64_t stride = row_bytes(precision, k);
+  return {out, stride, reinterpret_cast<const float*>(out + rows * stride)};
 }
 
-// Everything of `Panels` but the cut.
-Panels prepare(Pool* pool, const LinearVariant& use, const Weight& weight, const float* x, int64_t rows, int64_t ldx,
-               const float* bias, void* scratch) {
-  const auto precision = static_cast<Precision>(weight.precision);
+void fill(const LinearVariant& use, Precision precision, const float* x, int64_t ldx, int64_t k,
+          const PreparedRows& made, int64_t first, int64_t last) {
+  if (precision == Precision::F32) return;
+  for (int64_t row = first; row < last; ++row) {
+    auto* prepared = const_cast<unsigned char*>(made.x) + row * made.stride;
+    if (precision == Precision::BF16) {
+      use.round_row(x + row * ldx, k, prepared);
+    } else {
+      use.quantize_row(x + row * ldx, k, prepared, const_cast<float*>(made.scale) + row);
+    }
+  }
+}
+
+// All panels, without a place for the outputs.
+Panels job_of(const Weight& weight, const PreparedRows& x, int64_t rows, const float* bias) {
   Panels job{};
+  job.x = x.x;
+  job.x_stride = x.stride;
+  job.x_scale = x.scale;
   job.rows = rows;
   job.weight = static_cast<const unsigned char*>(weight.data);
-  job.steps = num_steps(precision, weight.k);
+  job.steps = num_steps(static_cast<Precision>(weight.precision), weight.k);
   job.scale = weight.scale;
   job.sums = weight.sums;
   job.bias = bias;
   job.n = weight.n;
   job.end_panel = num_panels(weight.n);
-  if (precision == Precision::F32) {
-    job.x = reinterpret_cast<const unsigned char*>(x);
-    job.x_stride = ldx * static_cast<int64_t>(sizeof(float));
-    return job;
-  }
-  auto* out = static_cast<unsigned char*>(scratch);
-  job.x_stride = row_bytes(precision, weight.k);
-  job.x = out;
-  auto* scales = reinterpret_cast<float*>(out + rows * job.x_stride);
-  job.x_scale = scales;
-  constexpr int64_t ELEMENTS_PER_CHUNK = 16384;
-  const int64_t chunk_rows = at_least(ELEMENTS_PER_CHUNK / at_least(weight.k, 1), 1);
-  parallel(pool, ceil_div(rows, chunk_rows), [&](int64_t chunk) {
-    const int64_t last = at_most((chunk + 1) * chunk_rows, rows);
-    for (int64_t row = chunk * chunk_rows; row < last; ++row) {
-      unsigned char* prepared = out + row * job.x_stride;
-      if (precision == Precision::BF16) {
-        use.round_row(x + row * ldx, weight.k, prepared);
-      } else {
-        use.quantize_row(x + row * ldx, weight.k, prepared, scales + row);
-      }
-    }
-  });
   return job;
+}
+
+// The same, with the rows prepared by all threads.
+Panels prepare(Pool* pool, const LinearVariant& use, const Weight& weight, const float* x, int64_t rows, int64_t ldx,
+               const float* bias, void* scratch) {
+  const auto precision = static_cast<Precision>(weight.precision);
+  const PreparedRows made = layout(precision, x, rows, ldx, weight.k, scratch);
+  if (precision != Precision::F32) {
+    constexpr int64_t ELEMENTS_PER_CHUNK = 16384;
+    const int64_t chunk_rows = at_least(ELEMENTS_PER_CHUNK / at_least(weight.k, 1), 1);
+    parallel(pool, ceil_div(rows, chunk_rows), [&](int64_t chunk) {
+      const int64_t last = at_most((chunk + 1) * chunk_rows, rows);
+      fill(use, precision, x, ldx, weight.k, made, chunk * chunk_rows, last);
+    });
+  }
+  return job_of(weight, made, rows, bias);
 }
 
 // The part of `job` for rows [row, row + rows).
@@ -161,6 +173,33 @@ void search_block(const LinearVariant& use, Precision precision, Panels block, f
 }
 
 }  // namespace
+
+int64_t prepared_bytes(Precision precision, int64_t rows, int64_t k) {
+  return precision == Precision::F32 ? 0 : rows * row_bytes(precision, k) + scales_bytes(precision, rows);
+}
+
+PreparedRows prepare_rows(Precision precision, const float* x, int64_t rows, int64_t ldx, int64_t k, void* memory) {
+  const PreparedRows made = layout(precision, x, rows, ldx, k, memory);
+  fill(variant(), precision, x, ldx, k, made, 0, rows);
+  return made;
+}
+
+void linear_rows(const Weight& weight, const PreparedRows& x, int64_t rows, int64_t first, int64_t last,
+                 const float* bias, float* y, int64_t ldy, const Weight* next) {
+  if (rows <= 0 || first >= last) return;
+  Panels job = job_of(weight, x, rows, bias);
+  job.y = y;
+  job.ldy = ldy;
+  job.first_output = first;
+  job.first_panel = first / PANEL_OUTPUTS;
+  job.last_panel = num_panels(last);
+  if (next != nullptr) {
+    const auto precision = static_cast<Precision>(next->precision);
+    job.after = static_cast<const unsigned char*>(next->data);
+    job.after_bytes = at_most(BLOCK_PANELS, num_panels(next->n)) * num_steps(precision, next->k) * STEP_BYTES;
+  }
+  variant().panels[weight.precision](job);
+}
 
 int64_t linear_scratch_bytes(Precision precision, int64_t rows, int64_t k) {
   return prepared_bytes(precision, rows, k) + MAX_ARGMAX_CHUNKS * rows * static_cast<int64_t>(sizeof(Best));

@@ -45,6 +45,8 @@ struct Panels {
   int64_t first_panel;
   int64_t last_panel;  // exclusive
   int64_t end_panel;   // whose data may be fetched ahead; exclusive
+  const unsigned char* after;  // what to fetch ahead at the end: the first bytes of what is wanted next, or null
+  int64_t after_bytes;
   float* y;            // output first_output of row 0
   int64_t ldy;
   int64_t first_output;

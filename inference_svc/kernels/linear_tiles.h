@@ -88,29 +88,29 @@ void all_rows(const Panels& job, int64_t panel) {
   }
 }
 
-// The same for as many panels as a tile holds, when as many follow: the blocks of rows share the work of fetching what
-// the following panels need, so that memory and arithmetic are busy at once. A lone block of few rows only waits for
-// memory, and the machine fetches ahead better by itself.
+// The same for as many panels as a tile holds, when there is something to fetch: the blocks of rows share the work of
+// fetching the bytes [next, end), so that memory and arithmetic are busy at once. A lone block of few rows only waits
+// for memory, and the machine fetches ahead better by itself.
 template <class Op>
-void all_rows_and_fetch(const Panels& job, int64_t panel) {
+void all_rows_and_fetch(const Panels& job, int64_t panel, const unsigned char* next, const unsigned char* end) {
   constexpr int PANELS = Op::MAX_PANELS;
   const int64_t num_blocks = (job.rows + Op::MAX_ROWS - 1) / Op::MAX_ROWS;
   const int64_t panel_bytes = job.steps * STEP_BYTES;
-  const unsigned char* next = job.weight + (panel + PANELS) * panel_bytes;
-  const unsigned char* end = job.rows < Op::FETCHING_ROWS ? next : next + PANELS * panel_bytes;
   int64_t row = 0;
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t rows = (job.rows - row) / (num_blocks - block);
-    if (next == end) {
-      tile_of_rows<Op, PANELS>(job, row, rows, panel, nullptr);
-    } else if (num_blocks == 1) {
+    const int64_t left = (end - next) / panel_bytes;
+    if (left >= 4 && num_blocks == 1) {
       tile_of_rows<Op, PANELS, 4>(job, row, rows, panel, next);
-    } else if (num_blocks <= 3) {
+      next += 4 * panel_bytes;
+    } else if (left >= 2 && num_blocks <= 3) {
       tile_of_rows<Op, PANELS, 2>(job, row, rows, panel, next);
       next += 2 * panel_bytes;
-    } else {
+    } else if (left >= 1) {
       tile_of_rows<Op, PANELS, 1>(job, row, rows, panel, next);
       next += panel_bytes;
+    } else {
+      tile_of_rows<Op, PANELS>(job, row, rows, panel, nullptr);
     }
     row += rows;
   }
@@ -120,9 +120,14 @@ template <class Op>
 void panels(const Panels& job) {
   int64_t panel = job.first_panel;
   if constexpr (Op::MAX_PANELS == 4) {
+    const int64_t panel_bytes = job.steps * STEP_BYTES;
+    const bool fetching = job.rows >= Op::FETCHING_ROWS;
     for (; panel + 4 <= job.last_panel; panel += 4) {
-      if (panel + 8 <= job.end_panel) {
-        all_rows_and_fetch<Op>(job, panel);
+      const unsigned char* next = job.weight + (panel + 4) * panel_bytes;
+      if (fetching && panel + 8 <= job.end_panel) {
+        all_rows_and_fetch<Op>(job, panel, next, next + 4 * panel_bytes);
+      } else if (fetching && job.after != nullptr) {
+        all_rows_and_fetch<Op>(job, panel, job.after, job.after + job.after_bytes);
       } else {
         all_rows<Op, 4>(job, panel);
       }

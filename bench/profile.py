@@ -1,0 +1,300 @@
+"""Where each millisecond of a step goes: long prompts in prefill, then decode, beside what the machine could do.
+
+    python -m bench.profile [--model demo] [--precisions bf16 int8] [--questions 8] [--tokens 1500] [--json out.json]
+
+The engine core runs here without its thread: schedule, forward, update. Times are those of the native forward's own
+clocks, per step, averaged over all steps of a kind; "Python" is what the steps took beside the forward. The floor of a
+line is the larger of its operations at the peak and its bytes at the bandwidth, both of which are options: the defaults
+are readings of two Zen 4 cores at 3.66 GHz, one 64-byte dot product per cycle and core. Bytes count weights and visible
+keys and values once per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from common.clock import SystemClock
+from common.types import IsolationLevel, Prompt, SamplingParams, WorkItem
+from inference_svc.answer import AnswerText, NoText
+from inference_svc.kernels.layout import CLayer, CWeight, Precision, Work
+from inference_svc.kv_cache import KVCache
+from inference_svc.mask_summary import ForwardLog
+from inference_svc.model_loader import LoadedModel, LoadSettings, load_model
+from inference_svc.model_runner import ModelRunner
+from inference_svc.native_forward import NativeForward
+from inference_svc.native_model import NativeModel
+from inference_svc.plan import Segment, StepKind, StepPlan
+from inference_svc.sampler import Sampler
+from inference_svc.scheduler import Scheduler, SchedulerSettings
+from inference_svc.sequence import Sequence as Question
+from inference_svc.slots import KVLedger
+from kev.models import resolve_model
+
+_LABELS = {
+    Work.EMBED: "embedding",
+    Work.NORM: "norms, residuals",
+    Work.PREPARE: "rounding, quantizing",
+    Work.QKV: "linear qkv",
+    Work.ROTATE: "head norms, rotation, storing",
+    Work.ATTENTION: "attention",
+    Work.OUT: "linear out",
+    Work.UP: "linear gate and up",
+    Work.ACTIVATE: "activation",
+    Work.DOWN: "linear down",
+    Work.EXPERTS: "choosing experts",
+    Work.HEAD: "head and best token",
+    Work.WAIT: "threads waiting",
+}
+_ELEMENT_BYTES = {Precision.F32: 4.0, Precision.BF16: 2.0, Precision.I8: 1.0}
+_CONTEXT = 4096
+
+
+@dataclass(slots=True)
+class Line:
+    """One kind of work, per step."""
+
+    work: str
+    ms: float = 0.0
+    megabytes: float = 0.0
+    gigaops: float = 0.0
+    floor_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Profile:
+    """Steps of one kind in one precision."""
+
+    precision: str
+    kind: str
+    num_steps: int = 0
+    rows: float = 0.0
+    """Of a step."""
+    step_ms: float = 0.0
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Tokens computed."""
+        return 1e3 * self.rows / self.step_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the arithmetic and the memory can do."""
+
+    gigaops: float
+    """Of all threads, in the precision at hand."""
+    attention_gigaops: float
+    gigabytes: float
+
+    def floor_ms(self, work: Work, gigaops: float, megabytes: float) -> float:
+        """Milliseconds that the work cannot go below."""
+        peak = self.attention_gigaops if work is Work.ATTENTION else self.gigaops
+        return max(gigaops / peak * 1e3, megabytes / self.gigabytes)
+
+
+def work_of(model: NativeModel, plan: StepPlan) -> Iterator[tuple[Work, float, float]]:
+    """Operations (1e9) and bytes (1e6) of a step, by kind."""
+    rows = plan.num_used
+    for index in range(model.model.num_layers):
+        layer: CLayer = model.layers[index]
+        mlp = model.mlps[index]
+        for work, weight in ((Work.QKV, layer.qkv), (Work.OUT, layer.out), (Work.UP, mlp.up), (Work.DOWN, mlp.down)):
+            yield work, *_linear(weight, rows)
+        yield Work.ATTENTION, *_attention(model, layer.window, plan.segments)
+    yield Work.HEAD, *_linear(model.model.head, sum(segment.sampling is not None for segment in plan.segments))
+
+
+def _linear(weight: CWeight, rows: int) -> tuple[float, float]:
+    size = weight.n * weight.k
+    return 2.0 * rows * size / 1e9, size * _ELEMENT_BYTES[Precision(weight.precision)] / 1e6 if rows else 0.0
+
+
+def _attention(model: NativeModel, window: int, segments: Sequence[Segment]) -> tuple[float, float]:
+    shape = model.model
+    seen = sum(min(p + 1, window or p + 1) for s in segments for p in range(s.position, s.end))
+    spans = sum(min(s.end, (window or s.end) + s.num_rows - 1) for s in segments)
+    element = _ELEMENT_BYTES[Precision(shape.kv_type)]
+    return 4.0 * seen * shape.num_heads * shape.head_size / 1e9, (
+        2.0 * spans * shape.num_kv_heads * shape.head_size * element / 1e6
+    )
+
+
+class Run:
+    """Questions through one engine core, step by step."""
+
+    def __init__(self, model: LoadedModel, arguments: argparse.Namespace) -> None:
+        """Lay out an engine without its thread.
+
+        Raises:
+            SystemExit: the model has no native forward.
+        """
+        shapes = model.shapes(arguments.questions, arguments.prefill_rows, min(64, arguments.prefill_rows))
+        context = arguments.shared + arguments.tokens + arguments.new_tokens
+        num_positions = arguments.questions * (context + model.alignment_positions)
+        ledger = KVLedger(num_positions, model.alignment_positions)
+        cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
+        forward = model.forward_over(cache, shapes)
+        if model.native is None or not isinstance(forward, NativeForward):
+            raise SystemExit("this model has no native forward to look into")
+        self._native, self._forward = model.native, forward
+        self._runner = ModelRunner(forward, ledger, Sampler(frozenset()), ForwardLog())
+        settings = SchedulerSettings(
+            node_id="profile", max_slots=arguments.questions, shapes=shapes, max_context=model.max_context
+        )
+        self._scheduler = Scheduler(settings, ledger, SystemClock(), cache.scrub)
+        self._precision = model.precision
+        self._questions, self._tokens = arguments.questions, arguments.tokens
+        self._new_tokens, self._shared = arguments.new_tokens, arguments.shared
+
+    def profiles(self, machine: Machine) -> list[Profile]:
+        """All questions to their end; what they cost, by kind of step."""
+        for index in range(self._questions):
+            self._scheduler.add(_question(index, self._tokens, self._new_tokens, self._shared))
+        found: dict[StepKind, Profile] = {}
+        while True:
+            before, start = self._forward.work_ms(), time.perf_counter()
+            plan = self._scheduler.schedule()
+            if plan is None:
+                break
+            self._scheduler.update(plan, self._runner.execute(plan))
+            took_ms, after = (time.perf_counter() - start) * 1e3, self._forward.work_ms()
+            profile = found.setdefault(plan.kind, _empty(self._precision, plan.kind))
+            self._add(profile, plan, took_ms, {work: after[work] - before[work] for work in Work})
+        for profile in found.values():
+            _average(profile, machine)
+        return list(found.values())
+
+    def _add(self, profile: Profile, plan: StepPlan, took_ms: float, spent: dict[Work, float]) -> None:
+        threads = torch.get_num_threads()
+        profile.num_steps += 1
+        profile.rows += plan.num_used
+        profile.step_ms += took_ms
+        for work in Work:
+            profile.lines[work].ms += spent[work] / threads
+        profile.lines[-1].ms += took_ms - sum(spent.values()) / threads
+        for work, gigaops, megabytes in work_of(self._native, plan):
+            profile.lines[work].gigaops += gigaops
+            profile.lines[work].megabytes += megabytes
+
+
+def _question(index: int, num_tokens: int, new_tokens: int, num_shared: int) -> Question:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(1000, 30_000, (num_tokens,), generator=generator).tolist()
+    if num_shared:
+        shared = torch.randint(1000, 30_000, (num_shared,), generator=torch.Generator().manual_seed(99)).tolist()
+        ids = shared + ids
+    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    item = WorkItem(
+        request_id="profile",
+        question_index=index,
+        channel_id=index,
+        prompt=Prompt(ids=tuple(ids), boundaries=(num_shared,) if num_shared else ()),
+        num_shared=num_shared,
+        sampling=sampling,
+        isolation=IsolationLevel.SHARED if num_shared else IsolationLevel.STRICT,
+        max_parallel=64,
+        time_budget_ms=3_600_000,
+        tenant="",
+    )
+    return Question(
+        sequence_id=index,
+        item=item,
+        attempt=1,
+        published_s=time.monotonic(),
+        answer=AnswerText(NoText(), sampling),
+        eos_ids=frozenset(),
+    )
+
+
+def _empty(precision: str, kind: StepKind) -> Profile:
+    lines = [Line(_LABELS[work]) for work in Work]
+    return Profile(precision=precision, kind=kind.value, lines=[*lines, Line("Python")])
+
+
+def _average(profile: Profile, machine: Machine) -> None:
+    count = profile.num_steps
+    profile.rows /= count
+    profile.step_ms /= count
+    for work, line in zip([*Work, None], profile.lines, strict=True):
+        line.ms, line.gigaops, line.megabytes = line.ms / count, line.gigaops / count, line.megabytes / count
+        line.floor_ms = 0.0 if work is None else machine.floor_ms(work, line.gigaops, line.megabytes)
+
+
+def _table(profile: Profile) -> Table:
+    title = f"{profile.precision}, {profile.kind}: {profile.num_steps} steps of {profile.rows:.0f} rows"
+    table = Table(title=f"{title}, {profile.step_ms:.1f} ms, {profile.rows_per_s:,.0f} tokens/s")
+    for column in ("work", "ms", "of the step", "MB", "GOP", "GOP/s", "floor, ms", "floor / ms"):
+        table.add_column(column, justify="left" if column == "work" else "right")
+    total = Line("all", profile.step_ms)
+    for line in profile.lines:
+        total.gigaops += line.gigaops
+        total.megabytes += line.megabytes
+        total.floor_ms += line.floor_ms
+    for line in [*profile.lines, total]:
+        if line.ms < 0.0005:
+            continue
+        table.add_row(
+            line.work,
+            f"{line.ms:.2f}",
+            f"{line.ms / profile.step_ms:.1%}",
+            f"{line.megabytes:.1f}" if line.megabytes else "",
+            f"{line.gigaops:.2f}" if line.gigaops else "",
+            f"{line.gigaops / line.ms * 1e3:.0f}" if line.gigaops else "",
+            f"{line.floor_ms:.2f}" if line.floor_ms else "",
+            f"{line.floor_ms / line.ms:.0%}" if line.floor_ms else "",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and report."""
+    arguments = _arguments(argv)
+    console = Console(width=110)
+    path = resolve_model(arguments.model, None, console.print).path
+    torch.set_num_threads(arguments.threads)
+    found: list[Profile] = []
+    for precision in arguments.precisions:
+        model = load_model(path, LoadSettings(precision=precision, max_context=_CONTEXT, backend=None))
+        per_core = arguments.gigaops_int8 if precision == "int8" else arguments.gigaops_bf16
+        threads = arguments.threads
+        machine = Machine(per_core * threads, arguments.gigaops_bf16 * threads, arguments.gigabytes)
+        run = Run(model, arguments)
+        run.profiles(machine)
+        found += run.profiles(machine)
+    for profile in found:
+        console.print(_table(profile))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(profile) for profile in found], indent=2) + "\n")
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--precisions", nargs="+", choices=["bf16", "int8"], default=["bf16", "int8"])
+    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=1500, help="of a question, without the shared ones")
+    parser.add_argument("--shared", type=int, default=0, help="tokens before them, common to all questions")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--prefill-rows", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--gigaops-bf16", type=float, default=234.0, help="peak of one core")
+    parser.add_argument("--gigaops-int8", type=float, default=468.0, help="peak of one core")
+    parser.add_argument("--gigabytes", type=float, default=45.0, help="read per second by all threads")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
