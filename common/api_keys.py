@@ -2,6 +2,7 @@
 
 Invariants and semantics: with keys configured, nobody is anybody without one. A key belongs to one tenant, whose name
 replaces whatever the request says, or to an operator (``*``), who may speak for any tenant and call every method.
+A tenant has a weight, which its limits are multiplied with: ``key: {tenant: acme, weight: 4}``; ``key: acme`` is 1.
 Without keys everybody is an operator. A presented key is compared with all keys in constant time; keys are kept as
 digests only and are never logged.
 
@@ -16,16 +17,20 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from common.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from common.field_rules import WrongValue, name
+from common.field_rules import WrongValue, name, number
 
 OPERATOR = "*"
 """Stands in a keys file for the tenant of an operator's key."""
 
+_MAX_WEIGHT = 1000.0
+
 _check_tenant = name(64)
+_check_weight = number(0, _MAX_WEIGHT, above_low=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,9 @@ current_caller: ContextVar[Caller] = ContextVar("current_caller")
 class ApiKeys:
     """The known keys; falsy when anybody may call."""
 
-    def __init__(self, tenants: Mapping[str, str] | None = None) -> None:
-        """Take keys and their tenants; none means that no key is asked for."""
+    def __init__(self, tenants: Mapping[str, str] | None = None, weights: Mapping[str, float] | None = None) -> None:
+        """Take keys and their tenants, none means that no key is asked for; and weights of tenants."""
+        self._weights = dict(weights or {})
         self._callers = {
             _digest(key): Caller(None if tenant == OPERATOR else tenant) for key, tenant in (tenants or {}).items()
         }
@@ -83,9 +89,22 @@ class ApiKeys:
             raise ConfigError(f"cluster.api_keys_file: {path} is not YAML") from None
         if not isinstance(content, dict) or not content:
             raise ConfigError(f"cluster.api_keys_file: {path} must be a mapping from API key to tenant, at least one")
-        for number, (key, tenant) in enumerate(content.items(), 1):
-            _check_entry(path, number, key, tenant)
-        return cls(content)
+        tenants: dict[str, str] = {}
+        weights: dict[str, float] = {}
+        for position, (key, entry) in enumerate(content.items(), 1):
+            tenant, weight = _check_entry(path, position, key, entry)
+            tenants[key] = tenant
+            if weights.setdefault(tenant, weight) != weight:
+                raise ConfigError(
+                    f"cluster.api_keys_file: key {position} in {path} gives tenant {tenant} the weight {weight:g}, "
+                    f"another key {weights[tenant]:g}; a tenant has one weight"
+                )
+        return cls(tenants, {tenant: weight for tenant, weight in weights.items() if weight != 1})
+
+    @property
+    def tenant_weights(self) -> tuple[tuple[str, float], ...]:
+        """Tenants whose weight is not 1, with their weights."""
+        return tuple(self._weights.items())
 
     def __bool__(self) -> bool:
         return bool(self._callers)
@@ -113,21 +132,29 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _check_entry(path: str, number: int, key: object, tenant: object) -> None:
-    """The key itself is a secret and stays out of the sentence."""
+def _check_entry(path: str, position: int, key: object, entry: Any) -> tuple[str, float]:
+    """Tenant and weight; the key itself is a secret and stays out of the sentence."""
     if not (isinstance(key, str) and key.isascii() and key.isprintable() and key and " " not in key):
         raise ConfigError(
-            f"cluster.api_keys_file: key {number} in {path} must be text of printable ASCII without blanks"
+            f"cluster.api_keys_file: key {position} in {path} must be text of printable ASCII without blanks"
         )
-    if tenant == OPERATOR:
-        return
-    try:
-        _check_tenant(tenant)
-    except WrongValue as error:
-        told = error.flaws[0][1]
+    given = entry if isinstance(entry, dict) else {"tenant": entry}
+    if not {"tenant"} <= given.keys() <= {"tenant", "weight"}:
         raise ConfigError(
-            f"cluster.api_keys_file: the tenant of key {number} in {path} {told}; or * for an operator"
-        ) from None
+            f"cluster.api_keys_file: the entry of key {position} in {path} must be a tenant, or a mapping with tenant "
+            "and, if wanted, weight"
+        )
+    tenant, weight = given["tenant"], given.get("weight", 1.0)
+    for what, rule, value in (("tenant", _check_tenant, tenant), ("weight", _check_weight, weight)):
+        if what == "tenant" and tenant == OPERATOR:
+            continue
+        try:
+            rule(value)
+        except WrongValue as error:
+            way_out = "; or * for an operator" if what == "tenant" else ""
+            told = f"the {what} of key {position} in {path} {error.flaws[0][1]}{way_out}"
+            raise ConfigError(f"cluster.api_keys_file: {told}") from None
+    return str(tenant), float(weight)
 
 
 def read_key(path: str) -> str | None:

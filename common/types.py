@@ -583,6 +583,8 @@ class RouterStats:
     """Questions waiting for a channel right now."""
     num_removed_chars: int
     """Characters that normalization removed."""
+    num_saved_tokens: int = 0
+    """Prompt tokens that normalization saved."""
     bucket_counts: tuple[tuple[int, int], ...]
     """(hash_bucket, questions) of the most used buckets, most used first."""
     window_ms: int = 0

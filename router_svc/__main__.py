@@ -10,7 +10,7 @@ import socket
 import sys
 from dataclasses import replace
 
-from common.api_keys import read_key
+from common.api_keys import ApiKeys, read_key
 from common.byte_tokenizer import byte_tokenizer
 from common.clock import SystemClock
 from common.config import Config
@@ -52,7 +52,11 @@ async def run(config: Config) -> int:
             work=WatchedWork(transport, publications),
             registry=registry,
             clock=SystemClock(),
-            settings=replace(RouterSettings.from_config(config), max_context=limit),
+            settings=replace(
+                RouterSettings.from_config(config),
+                max_context=limit,
+                tenant_weights=ApiKeys.from_file(config.cluster.api_keys_file).tenant_weights,
+            ),
             projection=table,
             board=WatchedBoard(transport, metrics),
             intake=WatchedIntake(RedisIntake(link=link, registry=registry, transport=transport), publications),
@@ -91,7 +95,8 @@ def _model(config: Config) -> tuple[Tokenizer, int, ProjectionTable | None]:
         path, prompt_template=config.core.prompt_template, knowledge_prefix=config.isolation.knowledge_prefix
     )
     table = projection_path(path, config)
-    return tokenizer, max_context(path, config), ProjectionTable.load(table, config.router.semantic_planes) if table.exists() else None
+    found = ProjectionTable.load(table, config.router.semantic_planes) if table.exists() else None
+    return tokenizer, max_context(path, config), found
 
 
 def _aggregator_settings(config: Config) -> PeerSettings:

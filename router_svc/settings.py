@@ -91,6 +91,8 @@ class RouterSettings:
     """Most questions in flight of a tenant of weight 1; 0: no limit."""
     max_tenant_tokens: int = 0
     """Most tokens in flight of a tenant of weight 1; 0: no limit."""
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    """(tenant, what its limits are multiplied with); 1 for all others. From ``cluster.api_keys_file``."""
     shared_prefix: bool = True
     """Whether a common prefix may be stored once at levels below ``strict``."""
     has_knowledge_prefix: bool = False

@@ -737,7 +737,7 @@ class BucketCount(_message.Message):
     def __init__(self, hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
 
 class RouterStats(_message.Message):
-    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets", "window", "num_recent", "bucket_heat", "hot_spots", "releases_per_s")
+    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets", "window", "num_recent", "bucket_heat", "hot_spots", "releases_per_s", "num_saved_tokens")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -749,6 +749,7 @@ class RouterStats(_message.Message):
     BUCKET_HEAT_FIELD_NUMBER: _ClassVar[int]
     HOT_SPOTS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_questions: int
     num_rejected: int
@@ -760,7 +761,8 @@ class RouterStats(_message.Message):
     bucket_heat: _containers.RepeatedCompositeFieldContainer[BucketHeat]
     hot_spots: _containers.RepeatedCompositeFieldContainer[HotSpot]
     releases_per_s: float
-    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., bucket_heat: _Optional[_Iterable[_Union[BucketHeat, _Mapping]]] = ..., hot_spots: _Optional[_Iterable[_Union[HotSpot, _Mapping]]] = ..., releases_per_s: _Optional[float] = ...) -> None: ...
+    num_saved_tokens: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., bucket_heat: _Optional[_Iterable[_Union[BucketHeat, _Mapping]]] = ..., hot_spots: _Optional[_Iterable[_Union[HotSpot, _Mapping]]] = ..., releases_per_s: _Optional[float] = ..., num_saved_tokens: _Optional[int] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("version", "type", "payload", "trace", "minor_version")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -170,3 +171,68 @@ def test_shares_what_the_level_allows(
     assert num_shared_tokens(prompt, spec, RouterSettings(has_knowledge_prefix=knowledge)) == expected
     off = RouterSettings(has_knowledge_prefix=knowledge, shared_prefix=False)
     assert num_shared_tokens(prompt, spec, off) == 0
+
+
+# ---- budgets of a question and of a request
+
+
+def test_a_question_has_a_budget_of_its_own() -> None:
+    """A deployment could not keep questions shorter than its context."""
+    small = replace(SETTINGS, max_question_tokens=12)
+    assert prepared_prompts(spec_of("abc"), small)[0].ids == (1, 97, 98, 99)
+    with pytest.raises(PromptTooLongError) as caught:
+        prepared_prompts(spec_of("abc", "abcd"), small)
+    (violation,) = caught.value.violations
+    assert violation.field == "queries[1]"
+    assert "5 tokens, but only 4 fit (max_question_tokens 12 - max_tokens 8)" in violation.message
+    assert prepared_prompts(spec_of("abcdef", truncate=Truncate.RIGHT), small)[0].num_truncated == 3
+    with pytest.raises(PromptTooLongError, match=r"queries\[0\].max_tokens: 12 leaves no room .* 12 tokens of max_q"):
+        prepared_prompts(spec_of("a", max_tokens=12), small)
+    assert prepared_prompts(spec_of("abc"), replace(SETTINGS, max_question_tokens=99)), "the context is smaller"
+
+
+def test_a_request_has_a_budget_for_all_of_it() -> None:
+    """One request could hold as many tokens as questions times context."""
+    assert len(prepared_prompts(spec_of("ab", "abcd"), replace(SETTINGS, max_request_tokens=24))) == 2
+    with pytest.raises(InvalidRequestError) as caught:
+        prepared_prompts(spec_of("ab", "abcd"), replace(SETTINGS, max_request_tokens=23))
+    assert not isinstance(caught.value, PromptTooLongError)
+    (violation,) = caught.value.violations
+    assert violation.field == "queries"
+    assert "2 questions have 24 tokens" in violation.message
+    assert "may have 23 (max_request_tokens)" in violation.message
+    assert "queries[1] has the most, 13" in violation.message
+
+
+def test_tokens_of_prompt_and_answer_are_counted() -> None:
+    """Budgets would leave out prefixes or answers."""
+    (prepared,) = prepare(spec_of("abc", system_prompt="sys"), CharacterTokenizer(), RoundRobin(4), SETTINGS)
+    assert prepared.num_tokens == 1 + 3 + 3 + 8
+
+
+@pytest.mark.parametrize(
+    ("text", "saved"),
+    [("abc", 0), ("退款！！！！", 3), ("\n\nabc  ", 4), ("x" * 5000 + "！！！", 2)],
+)
+def test_what_normalization_saves_is_told_in_tokens(text: str, saved: int) -> None:
+    """Nobody could see what normalization is good for, or a long text would be read three times."""
+    spec, settings = spec_of(text), RouterSettings(max_context=9000)
+    (prepared,) = prepare(spec, CharacterTokenizer(), RoundRobin(4), settings)
+    assert prepared.num_saved_tokens == saved
+
+
+def test_an_unchanged_text_is_not_read_again() -> None:
+    """Every question would be tokenized twice for a number that is 0."""
+
+    class Counting(CharacterTokenizer):
+        num_reads = 0
+
+        def encode_plain(self, text: str) -> list[int]:
+            self.num_reads += 1
+            return super().encode_plain(text)
+
+    tokenizer = Counting()
+    prepare(spec_of("abc", "def"), tokenizer, RoundRobin(4), SETTINGS)
+    assert tokenizer.num_reads == 0
+    prepare(spec_of("ab  ", "def"), tokenizer, RoundRobin(4), SETTINGS)
+    assert tokenizer.num_reads == 2
