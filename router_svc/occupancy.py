@@ -7,8 +7,9 @@ idle channel.
 The breaker: a question goes to the shortest channel instead of the one picked if that one is ``queue_length`` or more
 outstanding questions longer than the shortest one (an idle channel has none), if it has no room, or if its ``Breaker``
 is open. The shortest one is looked for in the lane of the pick, among the channels that have room and whose breakers
-take questions; where there are none, among all that have room. Equally short ones take turns. ``queue_length`` 0
-switches all of it off.
+take questions; where there are none, among all that have room. Of equally short ones it is the next after the pick,
+counted round, so that diverted buckets do not meet, and equal loads give equal detours. ``queue_length`` 0 switches all
+of it off.
 
 Not here: who waits, the pace (``channels``), clocks (time is passed in).
 """
@@ -97,8 +98,6 @@ class Occupancy(Generic[QuestionT]):
         self._all_take = True
         """Every breaker takes questions and no channel has its fill of bytes: the usual case, and a quick one."""
         self._next_look_s = float("-inf")
-        self._turn = 0
-        """Where the search for the shortest channel begins."""
 
     def has_room(self, channel_id: int) -> bool:
         """Whether a channel takes one more."""
@@ -111,12 +110,9 @@ class Occupancy(Generic[QuestionT]):
         """The channel for a question whose strategy picked ``picked``, and why if it is another one."""
         if not self._limits.queue_length:
             return picked, None
-        other = self._shortest(lane)
+        other = self._shortest(picked, lane)
         why = self._why_divert(picked, other)
-        if why is None:
-            return picked, None
-        self._turn = (other + 1) % len(self.loads)
-        return other, why
+        return (picked, None) if why is None else (other, why)
 
     def put_on(self, question: QuestionT, placement: Placement, burden: Burden, now_s: float | None) -> Place:
         """A question takes its place."""
@@ -179,7 +175,7 @@ class Occupancy(Generic[QuestionT]):
 
     def snapshots(self, now_s: float | None) -> list[ChannelSnapshot]:
         """Every channel, by id."""
-        other = self._shortest(None) if self._limits.queue_length else None
+        other = self._shortest(0, None) if self._limits.queue_length else None
         counts = enumerate(self.recent(now_s))
         return [self._snapshot(channel_id, other, num_recent, now_s) for channel_id, num_recent in counts]
 
@@ -200,16 +196,16 @@ class Occupancy(Generic[QuestionT]):
         if num_bytes != self._bytes or max(counted) > self._limits.max_entries:
             raise InvariantError(f"channel bytes are {self._bytes}, counted {num_bytes}; loads {counted}")
 
-    def _shortest(self, lane: Sequence[int] | None) -> int:
-        """The channel that questions are diverted to."""
-        loads, turn = self.loads, self._turn
+    def _shortest(self, picked: int, lane: Sequence[int] | None) -> int:
+        """The channel that questions for ``picked`` are diverted to."""
+        loads = self.loads
         if self._all_take and lane is None:
             shortest = min(loads)
-            return loads.index(shortest, turn) if shortest in loads[turn:] else loads.index(shortest)
+            return loads.index(shortest, picked) if shortest in loads[picked:] else loads.index(shortest)
         lane = range(len(loads)) if lane is None else lane
         with_room = [channel_id for channel_id in lane if self.has_room(channel_id)]
         taking = with_room if self._all_take else [c for c in with_room if self._breakers[c].takes]
-        return min(taking or with_room or lane, key=lambda c: (loads[c], c < turn, c))
+        return min(taking or with_room or lane, key=lambda c: (loads[c], c < picked, c))
 
     def _why_divert(self, picked: int, other: int) -> Diversion | None:
         """Why a question whose strategy picked a channel should go to another one; None: it should not."""

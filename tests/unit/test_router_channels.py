@@ -63,7 +63,7 @@ def test_breaker_waits_for_its_length() -> None:
     """Related questions would be spread before their channel is busy enough."""
     pool = pool_of(size=5, breaker=3)
     found = [pool.place(q, to(1)) for q in range(5)]
-    assert [p and p.channel_id for p in found] == [1, 1, 1, 0, 2]
+    assert [p and p.channel_id for p in found] == [1, 1, 1, 2, 0]
 
 
 def test_breaker_keeps_a_burst_even() -> None:
@@ -206,7 +206,7 @@ def test_the_breaker_knows_bytes() -> None:
     )
     pool.place(1000, to(1))
     found = [pool.place(question, to(1)) for question in (10, 20)]
-    assert [p and (p.channel_id, p.diverted_why) for p in found] == [(0, Diversion.FULL), (2, Diversion.FULL)]
+    assert [p and (p.channel_id, p.diverted_why) for p in found] == [(2, Diversion.FULL), (0, Diversion.FULL)]
     assert [(c.breaker, c.breaker_why) for c in pool.snapshots()][1] == (BreakerState.OPEN, Diversion.FULL)
 
 
@@ -238,7 +238,7 @@ def test_a_stuck_channel_is_avoided_until_a_probe_succeeds() -> None:
     pool.place(0, to(1), now_s=0.0)
     assert pool.place(1, to(1), now_s=9.0) == Placement(channel_id=1, hash_bucket=101)
     moved = pool.place(2, to(1), now_s=10.0)
-    assert moved == Placement(channel_id=0, hash_bucket=101, diverted_from=1, diverted_why=Diversion.AGE)
+    assert moved == Placement(channel_id=2, hash_bucket=101, diverted_from=1, diverted_why=Diversion.AGE)
     snapshot = pool.snapshots(12.0)[1]
     assert (snapshot.breaker, snapshot.breaker_why, snapshot.breaker_open) == (BreakerState.OPEN, Diversion.AGE, True)
     assert (snapshot.oldest_ms, snapshot.num_diverted) == (12_000, 1)
@@ -263,7 +263,7 @@ def test_failures_open_the_breaker(says_so: bool) -> None:
             pool.note_outcome(question, failed=True)
         pool.release(question, now_s=1.0 if says_so else 1000.0)
     moved = pool.place(2, to(1), now_s=1001.0 if not says_so else 2.0)
-    assert moved is not None and (moved.channel_id, moved.diverted_why) == (0, Diversion.FAILURES)
+    assert moved is not None and (moved.channel_id, moved.diverted_why) == (2, Diversion.FAILURES)
     assert pool.snapshots()[1].num_recent_failures == 2
 
 
