@@ -1,9 +1,10 @@
 """The worker: leases work items, feeds the engine, reports progress, commits outcomes.
 
 Invariants and semantics: it never holds more leases than the engine has slots, so it leases nothing it cannot start.
-Every lease it holds ends in an outcome, a hand-back or the loss of the lease. Events of the engine are reported in the
-order in which they happened, one call at a time: the first leave at once, what happens meanwhile goes out together in
-the next. Leaving ``run`` (cancellation) is the drain's end: unstarted leases go back.
+Every lease it holds ends in an outcome, a hand-back or the loss of the lease. A channel has one question in the engine
+at a time: its next one is added after an order to end the former. Events of the engine are reported in the order in
+which they happened, one call at a time: the first leave at once, what happens meanwhile goes out together in the next.
+Leaving ``run`` (cancellation) is the drain's end: unstarted leases go back.
 
 Not here: the forward (``engine_core``), what piles up (``pile``), who gets the results (``aggregator_svc``).
 """
@@ -162,6 +163,9 @@ class Worker:
             engine.cancel(*lease.item.key)
             self._slot_freed.clear()
             await self._slot_freed.wait()
+        for held in [held for held in self._held.values() if held.item.channel_id == lease.item.channel_id]:
+            # One of a channel is granted at a time: the former was withdrawn or lost, and word of it comes later.
+            self._lose(held, engine)
         self._held[lease.item.key] = lease
         started = RunningQuestion(
             sequence_id=next(self._sequence_ids),
