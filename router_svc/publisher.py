@@ -20,6 +20,7 @@ from contextlib import suppress
 from common.errors import DrainingError, KevError, RequestConflictError
 from common.ports import Clock, OutcomeBoard, WorkStreams
 from common.types import OverflowPolicy, WorkItem
+from router_svc.budgets import TenantBudgets
 from router_svc.channels import ChannelPool
 from router_svc.registrations import Registrations
 from router_svc.settings import RouterSettings
@@ -42,6 +43,7 @@ class Publisher:
         *,
         work: WorkStreams,
         pool: ChannelPool[PendingQuestion],
+        budgets: TenantBudgets[tuple[str, int]],
         registrations: Registrations,
         board: OutcomeBoard | None,
         clock: Clock,
@@ -54,6 +56,7 @@ class Publisher:
         Args:
             work: where questions are published.
             pool: where they have their places.
+            budgets: what tenants have in flight: every open question.
             registrations: withdrawn and restored here.
             board: asked for outcomes and lost questions; None when ``end`` is called for every outcome.
             clock: for time budgets.
@@ -63,6 +66,7 @@ class Publisher:
         """
         self._work = work
         self._pool = pool
+        self._budgets = budgets
         self._registrations = registrations
         self._board = board
         self._clock = clock
@@ -82,7 +86,7 @@ class Publisher:
     def take(self, questions: Iterable[PendingQuestion]) -> None:
         """Open questions that have their places; from now on an outcome may come at any moment."""
         for question in questions:
-            self._open[question.key] = question
+            self._begin(question)
             self._ended.pop(question.key, None)
 
     async def run(self) -> None:
@@ -258,7 +262,7 @@ class Publisher:
         if not (self._pool.place(question, question.choose) or self._pool.enqueue(question, question.choose)):
             return None
         del self._ended[key]
-        self._open[key] = question
+        self._begin(question)
         return question
 
     async def _publish_waiting(self) -> None:
@@ -285,11 +289,16 @@ class Publisher:
         if self._to_publish:
             self._wake_up.set()
 
+    def _begin(self, question: PendingQuestion) -> None:
+        self._open[question.key] = question
+        self._budgets.take(question.key, question.submission.spec.tenant, question.prepared.num_tokens)
+
     def _drop(self, question: PendingQuestion, *, finished: bool = False) -> None:
         """Take a question out of the router, once; ``finished`` if it was published and has its outcome."""
         if self._open.get(question.key) is not question:
             return
         del self._open[question.key]
+        self._budgets.give_back(question.key)
         if finished:
             self._pool.release(question, self._clock.monotonic())
         else:

@@ -9,7 +9,9 @@ outcome; no path leaks a place.
 Overflow, when no channel has room for a question: ``wait`` holds the submit call until all its questions are
 published, first come first served; ``queue`` returns at once and publishes later, in order, while the overflow queue
 has room; ``reject`` takes all questions of a request now or none. A request that would find no room in an idle pool
-either is a bad request, not a full queue.
+either is a bad request, not a full queue. Who waits is bounded under each policy, in number, in bytes and in time:
+a ``wait`` call of which not a single question got to a channel in ``max_wait_ms``, or in the time budget of its
+questions, is refused as a full queue. Nothing of it has run then. Once one has, the rest waits as long as it has time.
 
 A call whose request is under way joins it, room or not. A refusal for want of room is given at once: what is under way
 here is known, and whether somebody else has the request is asked for a few milliseconds only.
@@ -33,10 +35,14 @@ from common.errors import (
 )
 from common.ports import Clock, Intake, OutcomeBoard, RequestRegistry, WorkStreams
 from common.types import ChannelResult, ChannelSnapshot, OverflowPolicy, RequestSpec, RouterStats
-from router_svc.channels import ChannelPool, Placement
+from router_svc.budgets import Lack, TenantBudgets
+from router_svc.channels import Placement
 from router_svc.embedding import Projection
+from router_svc.heat import Heat
 from router_svc.intake import TwoSteps
+from router_svc.patience import Patience
 from router_svc.publisher import Publisher
+from router_svc.question_pool import build_pool, has_failed
 from router_svc.registrations import Registrations
 from router_svc.settings import RouterSettings
 from router_svc.strategies import RoutingStrategy, build_strategies
@@ -80,18 +86,20 @@ class RouterService:
         self._clock = clock
         self._settings = settings
         self._strategies = build_strategies(settings, tokenizer.encode_plain, projection)
-        overflow_queue_sizes = {OverflowPolicy.WAIT: None, OverflowPolicy.QUEUE: settings.overflow_queue_size}
-        self._pool: ChannelPool[PendingQuestion] = ChannelPool(
-            settings.channel_pool_size,
-            channel_queue_size=settings.channel_queue_size,
-            overflow_queue_size=overflow_queue_sizes.get(settings.overflow_policy, 0),
-            breaker_queue_length=settings.breaker_queue_length,
+        self._pool = build_pool(settings)
+        self._patience = Patience(settings.max_wait_ms, clock)
+        self._heat = Heat(settings, lambda: self._pool.recent(clock.monotonic()), clock)
+        self._budgets: TenantBudgets[tuple[str, int]] = TenantBudgets(
+            max_questions=settings.max_tenant_questions,
+            max_tokens=settings.max_tenant_tokens,
+            weights=dict(settings.tenant_weights),
         )
         wake_up = asyncio.Event()
         self._registrations = Registrations(registry, wake_up.set)
         self._publisher = Publisher(
             work=work,
             pool=self._pool,
+            budgets=self._budgets,
             registrations=self._registrations,
             board=board,
             clock=clock,
@@ -100,7 +108,8 @@ class RouterService:
             wake_up=wake_up,
         )
         self._draining = False
-        self._num_requests = self._num_questions = self._num_rejected = self._num_removed_chars = 0
+        self._num_requests = self._num_questions = self._num_rejected = 0
+        self._num_removed_chars = self._num_saved_tokens = 0
         self._bucket_counts: Counter[int] = Counter()
 
     # ---- what the surfaces call
@@ -154,21 +163,31 @@ class RouterService:
 
     def on_outcome(self, result: ChannelResult) -> None:
         """Free the channel of a question that has its outcome; a second call for a question does nothing."""
+        question = self._publisher.find(result.key)
+        if question is not None:
+            self._pool.note_outcome(question, failed=has_failed(result.finish_reason))
         self._publisher.end(result.key)
 
     def channels(self) -> list[ChannelSnapshot]:
         """Occupancy of every channel, by id."""
-        return self._pool.snapshots()
+        return self._pool.snapshots(self._clock.monotonic())
 
     def stats(self) -> RouterStats:
-        """Counters since start."""
+        """Counters since start, and where the latest questions went."""
+        hot_spots = self._heat.spots()
         return RouterStats(
             num_requests=self._num_requests,
             num_questions=self._num_questions,
             num_rejected=self._num_rejected,
             num_overflow=self._pool.num_waiting,
             num_removed_chars=self._num_removed_chars,
+            num_saved_tokens=self._num_saved_tokens,
             bucket_counts=tuple(self._bucket_counts.most_common(_MAX_BUCKETS_SHOWN)),
+            window_ms=self._settings.hot_spot_window_ms,
+            num_recent=self._heat.num_recent,
+            bucket_heat=self._heat.buckets(),
+            hot_spots=hot_spots,
+            releases_per_s=self._pool.releases_per_s(self._clock.monotonic()),
         )
 
     def begin_drain(self) -> None:
@@ -176,12 +195,13 @@ class RouterService:
         self._draining = True
 
     def check_integrity(self) -> None:
-        """Recount the places.
+        """Recount the places and the budgets.
 
         Raises:
-            InvariantError: a place is leaked or lost.
+            InvariantError: a place or a budget is leaked or lost.
         """
         self._pool.check_integrity()
+        self._budgets.check_integrity()
 
     async def run(self) -> None:
         """Publish questions that had to wait, for as long as the router lives; submit calls rely on it.
@@ -241,10 +261,12 @@ class RouterService:
         Returns:
             Placements for the registration; a waiting question's is where it would go by its strategy alone.
         """
+        self._check_budget(submission)
         placements: list[Placement] = []
         admitted: list[PendingQuestion] = []
+        now_s = self._clock.monotonic()
         for question in submission.questions:
-            placement = self._pool.place(question, question.choose)
+            placement = self._pool.place(question, question.choose, now_s=now_s)
             if placement is not None or self._pool.enqueue(question, question.choose):
                 placements.append(placement or self._pool.preview(question.choose))
                 admitted.append(question)
@@ -257,17 +279,39 @@ class RouterService:
         self._publisher.take(submission.questions)
         return placements
 
+    def _check_budget(self, submission: Submission) -> None:
+        tenant, questions = submission.spec.tenant, submission.questions
+        lack = self._budgets.lack(tenant, len(questions), sum(question.prepared.num_tokens for question in questions))
+        if lack is None:
+            return
+        if lack.is_final:
+            raise InvalidRequestError.of("queries", _never_fits(tenant, lack))
+        # The pace of the whole pool is the only one known; tokens are given back by whole questions.
+        num_missing = lack.num_excess if lack.unit == "questions" else len(questions)
+        retry_after_s = self._pool.retry_after_s(num_missing, self._clock.monotonic())
+        raise QueueFullError(
+            f"{_named_tenant(tenant)} has {lack.in_flight} of {lack.limit} {lack.unit} in flight, and this request has "
+            f"{lack.asked} more; try again in about {retry_after_s:.2g} s, or send fewer at a time",
+            retry_after_s=retry_after_s,
+        )
+
     def _no_room(self, num_questions: int, num_missing: int) -> KevError:
         if not self._pool.num_outstanding and not self._pool.num_waiting:
             return InvalidRequestError.of(
                 "queries",
                 f"the {num_questions} questions do not fit into the channels even when all are idle "
-                f"({num_missing} find no room); send fewer at a time or set router.overflow_policy to wait",
+                f"({num_missing} find no room); send fewer at a time or {self._way_to_more_room()}",
             )
         return self._full(f"{num_missing} of {num_questions} questions", num_missing)
 
+    def _way_to_more_room(self) -> str:
+        if self._settings.overflow_policy is OverflowPolicy.WAIT:
+            return "raise router.max_waiting_queries"
+        return "set router.overflow_policy to wait"
+
     def _full(self, what: str, num_missing: int) -> QueueFullError:
-        retry_after_s, policy = self._pool.retry_after_s(num_missing), self._settings.overflow_policy
+        retry_after_s = self._pool.retry_after_s(num_missing, self._clock.monotonic())
+        policy = self._settings.overflow_policy
         return QueueFullError(
             f"no room for {what} (overflow_policy {policy}); try again in about {retry_after_s:.2g} s",
             retry_after_s=retry_after_s,
@@ -293,7 +337,9 @@ class RouterService:
         self._num_requests += 1
         self._num_questions += len(placements)
         self._num_removed_chars += sum(q.prepared.normalized.num_removed_chars for q in submission.questions)
+        self._num_saved_tokens += sum(question.prepared.num_saved_tokens for question in submission.questions)
         self._bucket_counts.update(placement.hash_bucket for placement in placements)
+        self._heat.note(submission.spec.strategy, placements)
         for _, refusal in self._publisher.published(items, refusals):
             submission.fail(refusal)
         return True
@@ -309,7 +355,7 @@ class RouterService:
             for _, error in await self._publisher.publish(list(submission.unsettled)):
                 raise error
             if self._settings.overflow_policy is OverflowPolicy.WAIT:
-                await submission.wait_settled()
+                await self._wait_for_room(submission)
         except BaseException as error:
             submission.num_callers -= 1
             if isinstance(error, KevError):
@@ -319,3 +365,22 @@ class RouterService:
                 self._registrations.withdraw_later(submission.spec.request_id)
                 await self._registrations.try_withdraw(submission.spec.request_id)
             raise
+
+    async def _wait_for_room(self, submission: Submission) -> None:
+        waited_s = await self._patience.wait(submission)
+        if waited_s is not None:
+            num_questions = len(submission.questions)
+            waited = f"{waited_s:.2g} s, as long as router.max_wait_ms and timeout_ms let it wait; nothing was run"
+            raise self._full(f"any of {num_questions} questions in {waited}", 1)
+
+
+def _named_tenant(tenant: str) -> str:
+    return f"tenant {tenant!r}" if tenant else "the tenant without a name"
+
+
+def _never_fits(tenant: str, lack: Lack) -> str:
+    return (
+        f"have {lack.asked} {lack.unit}, but {_named_tenant(tenant)} may have {lack.limit} in flight at a time "
+        f"(router.max_tenant_{lack.unit}); send fewer at a time"
+        + ("" if lack.unit == "questions" else " or lower max_tokens")
+    )

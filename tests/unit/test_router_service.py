@@ -440,7 +440,7 @@ async def test_what_can_never_fit_is_a_bad_request(policy: OverflowPolicy) -> No
         await house.router.submit(spec_of(num_questions=4))
     lanes = House(overflow_policy=OverflowPolicy.REJECT, length_tiers=(50,))
     with pytest.raises(InvalidRequestError, match="send fewer"):
-        await lanes.router.submit(spec_of(num_questions=2, strategy=Strategy.LENGTH_AWARE))
+        await lanes.router.submit(spec_of(texts=["long question " * 5] * 2, strategy=Strategy.LENGTH_AWARE))
 
 
 async def test_reject_and_a_full_transport() -> None:

@@ -1,4 +1,4 @@
-"""The worker keeps a channel to one question, also when word of a withdrawal comes later than the channel's next one."""
+"""The worker keeps a channel to one question, also when word of a withdrawal comes after the channel's next one."""
 
 from __future__ import annotations
 

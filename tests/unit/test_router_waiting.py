@@ -1,0 +1,179 @@
+"""Back-pressure with a limit and a deadline, what the breaker learns of outcomes, and the router's heat."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from common.errors import InvalidRequestError, QueueFullError
+from common.types import BreakerState, Diversion, FinishReason, OverflowPolicy, Strategy
+from tests.unit.test_router_service import House, spec_of, turns
+
+SOON_S = 0.02
+
+
+async def full_house(**changes: object) -> House:
+    """Both places of the pool are taken."""
+    house = House(**changes)
+    await house.router.submit(spec_of("held", 2, timeout_ms=600_000))
+    return house
+
+
+@pytest.mark.parametrize("limit", ["max_wait_ms", "timeout_ms"])
+async def test_a_call_that_waits_in_vain_is_refused_and_nothing_of_it_ran(limit: str) -> None:
+    """A caller would be held for ever, or be told of time-outs of questions that never had a chance."""
+    house = await full_house(max_wait_ms=20 if limit == "max_wait_ms" else 0)
+    spec = spec_of("late", 3, timeout_ms=20 if limit == "timeout_ms" else 60_000)
+    async with house.running():
+        task = asyncio.create_task(house.router.submit(spec))
+        await turns()
+        assert not task.done() and house.router.stats().num_overflow == 3
+        house.clock.advance(SOON_S)
+        with pytest.raises(
+            QueueFullError, match=r"no room for any of 3 questions in 0\.02 s.*nothing was run"
+        ) as caught:
+            await task
+        assert 0 < caught.value.retry_after_s <= 60
+        assert (house.registry.withdrawn, house.router.stats().num_overflow) == (["late"], 0)
+        assert (house.loads, house.router.stats().num_rejected) == ([1, 1], 1)
+        house.end("held", 0)
+        assert await house.router.submit(spec_of("late")) == "late", "its id is free, and a place is found for it"
+
+
+async def test_time_outs_told_first_are_no_answer_either() -> None:
+    """Whether the caller is refused or told of time-outs would depend on who looks at the clock first."""
+    house = await full_house()
+    async with house.running():
+        task = asyncio.create_task(house.router.submit(spec_of("late", 2, timeout_ms=20)))
+        await turns()
+        house.clock.advance(SOON_S)
+        for index in (0, 1):
+            house.end("late", index, FinishReason.TIMEOUT_QUEUED)
+        with pytest.raises(QueueFullError, match="nothing was run"):
+            await task
+
+
+async def test_what_has_begun_is_not_thrown_away() -> None:
+    """A large request would lose the answers it has because its last question waits too long."""
+    house = await full_house(max_wait_ms=20)
+    async with house.running():
+        task = asyncio.create_task(house.router.submit(spec_of("large", 3, timeout_ms=60_000)))
+        await turns()
+        house.end("held", 0)
+        await turns()
+        assert house.work.keys[-1] == ("large", 0)
+        house.clock.advance(5.0)
+        await asyncio.sleep(SOON_S * 2)
+        assert not task.done() and house.registry.withdrawn == []
+        house.end("large", 0)
+        house.end("held", 1)
+        assert await task == "large"
+        assert house.work.keys[2:] == [("large", index) for index in range(3)]
+
+
+async def test_a_cancelled_question_is_no_reason_for_a_refusal() -> None:
+    """A caller would be told to try again what somebody has cancelled."""
+    house = await full_house()
+    async with house.running():
+        task = asyncio.create_task(house.router.submit(spec_of("late")))
+        await turns()
+        house.end("late", 0, FinishReason.CANCELLED)
+        assert await task == "late"
+
+
+async def test_callers_of_one_request_are_refused_together() -> None:
+    """The second caller would wait for a request that the first one has taken along."""
+    house = await full_house(max_wait_ms=20)
+    async with house.running():
+        tasks = [asyncio.create_task(house.router.submit(spec_of("late", timeout_ms=60_000))) for _ in range(2)]
+        await turns()
+        house.clock.advance(SOON_S)
+        for task in tasks:
+            with pytest.raises(QueueFullError):
+                await task
+        assert house.registry.withdrawn == ["late"]
+
+
+async def test_as_many_wait_as_may() -> None:
+    """Callers that wait would fill the memory: with policy wait nothing else bounds them."""
+    house = await full_house(max_waiting_queries=3)
+    async with house.running():
+        task = asyncio.create_task(house.router.submit(spec_of("waits", 3, timeout_ms=60_000)))
+        await turns()
+        with pytest.raises(QueueFullError, match="no room for 1 of 1 questions"):
+            await house.router.submit(spec_of("one too many"))
+        task.cancel()
+        await turns()
+        assert house.router.stats().num_overflow == 0
+    empty = House(max_waiting_queries=3)
+    with pytest.raises(InvalidRequestError, match="raise router\\.max_waiting_queries"):
+        await empty.router.submit(spec_of("never fits", 6))
+
+
+async def test_waiting_bytes_are_bounded() -> None:
+    """A few callers with very long questions would fill the memory."""
+    house = await full_house(overflow_queue_bytes=60, overflow_policy=OverflowPolicy.QUEUE, max_context=1000)
+    await house.router.submit(spec_of("long", texts=["x" * 100]))
+    with pytest.raises(QueueFullError):
+        await house.router.submit(spec_of("short"))
+
+
+async def test_retry_after_is_the_measured_pace() -> None:
+    """A refused client would come back far too early or too late."""
+    house = House(overflow_policy=OverflowPolicy.REJECT, channel_queue_size=4)
+    await house.router.submit(spec_of("a", 8))
+    for index in range(6):
+        house.clock.advance(3.0)
+        house.end("a", index)
+    await house.router.submit(spec_of("b", 6))
+    with pytest.raises(QueueFullError, match="in about 6 s") as caught:
+        await house.router.submit(spec_of("c", 2))
+    assert caught.value.retry_after_s == pytest.approx(6.0)
+    assert house.router.stats().releases_per_s == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "opens"),
+    [
+        (FinishReason.ERROR, True),
+        (FinishReason.TIMEOUT_RUNNING, True),
+        (FinishReason.TIMEOUT_QUEUED, True),
+        (FinishReason.STOP, False),
+        (FinishReason.LENGTH, False),
+        (FinishReason.CANCELLED, False),
+    ],
+)
+async def test_the_breaker_hears_how_questions_ended(reason: FinishReason, opens: bool) -> None:
+    """A channel on which everything fails would go on getting questions, or be avoided for clients who left."""
+    house = House(channel_queue_size=8, breaker_queue_length=8, breaker_min_outcomes=3)
+    for number in range(3):
+        await house.router.submit(spec_of(f"r{number}", texts=["the same"], strategy=Strategy.SEMANTIC_HASH))
+        house.end(f"r{number}", 0, reason)
+    await house.router.submit(spec_of("last", texts=["the same"], strategy=Strategy.SEMANTIC_HASH))
+    (question,) = house.registry.records["last"].questions
+    assert question.route.diverted_why is (Diversion.FAILURES if opens else None)
+    states = {channel.breaker for channel in house.router.channels()}
+    assert states == ({BreakerState.OPEN, BreakerState.CLOSED} if opens else {BreakerState.CLOSED})
+
+
+async def test_a_hot_spot_is_told_in_the_stats_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """An operator would have to find the hot bucket by hand, in thousands of outputs."""
+    house = House(channel_pool_size=8, channel_queue_size=8, hot_spot_min_questions=10, hot_spot_window_ms=60_000)
+    caplog.set_level(logging.INFO, "router_svc.heat")
+    for number in range(15):
+        text = "how do I get a refund" if number % 2 else f"something else {number} entirely {number * 7}"
+        await house.router.submit(spec_of(f"r{number}", texts=[text], strategy=Strategy.SEMANTIC_HASH))
+        house.end(f"r{number}")
+    stats = house.router.stats()
+    [spot] = [spot for spot in stats.hot_spots if spot.strategy is Strategy.SEMANTIC_HASH and spot.num_questions >= 7]
+    assert spot.share >= 7 / 15 and "consistent_hash" in spot.remedy
+    assert stats.num_recent == sum(heat.num_questions for heat in stats.bucket_heat) == 15
+    assert stats.bucket_heat[0].hash_bucket == spot.hash_bucket
+    begun = [record for record in caplog.records if f"hash bucket {spot.hash_bucket}" in record.message]
+    assert [record.levelno for record in begun] == [logging.WARNING]
+    house.clock.advance(100.0)
+    assert house.router.stats().hot_spots == ()
+    assert "hot spot ended" in caplog.records[-1].message
+    assert len(caplog.records) == 2 * len({r.message.partition(" has ")[0] for r in caplog.records if r.levelno > 20})
