@@ -52,7 +52,7 @@ class HotSpots:
         self._end_share = self._begin_share * settings.hot_spot_end_share / settings.hot_spot_share
         self._buckets: SlidingCounts[_Bucket] = SlidingCounts(settings.hot_spot_window_ms / 1000)
         self._homes: dict[_Bucket, int] = {}
-        """Channel of every bucket that is, or is about to be, hot."""
+        """Channel of every bucket that has enough of the window to be hot, or to stay so."""
         self._known: dict[_Spot, HotSpot] = {}
 
     @property
@@ -69,10 +69,10 @@ class HotSpots:
         """A question was accepted; ``channel_id`` is what the strategy picked. True: it is time for a ``look``."""
         key = (strategy, bucket)
         count = self._buckets.add(key, now_s)
-        if key in self._known or not self._is_hot(count, self._begin_share) or strategy in _WITHOUT_BUCKETS:
+        if strategy in _WITHOUT_BUCKETS or count < self._end_share * self._buckets.total:
             return False
         self._homes[key] = channel_id
-        return True
+        return key not in self._known and self._is_hot(count, self._begin_share, self._buckets.total)
 
     def heat(self, number: int) -> tuple[BucketHeat, ...]:
         """The buckets with the most questions in the window, hottest first."""
@@ -99,28 +99,28 @@ class HotSpots:
             if spot is not None:
                 found[channel_id] = spot
         before, self._known = self._known, found
-        self._homes = {key: channel_id for key, channel_id in self._homes.items() if key in found}
+        enough = self._end_share * self._buckets.total
+        self._homes = {key: home for key, home in self._homes.items() if self._buckets.count(key) >= enough}
         return [
             *(Change(spot=spot, begins=False) for key, spot in before.items() if key not in found),
             *(Change(spot=spot, begins=True) for key, spot in found.items() if key not in before),
         ]
 
-    def _is_hot(self, count: int, share: float, total: int | None = None) -> bool:
-        all_questions = self._buckets.total if total is None else total
+    def _is_hot(self, count: int, share: float, total: int) -> bool:
         settings = self._settings
-        is_enough = all_questions >= settings.hot_spot_min_questions and settings.channel_pool_size > 1
-        return is_enough and count >= share * all_questions
+        is_enough = total >= settings.hot_spot_min_questions and settings.channel_pool_size > 1
+        return is_enough and count >= share * total
 
     def _bucket_spot(self, key: _Bucket) -> HotSpot | None:
-        count = self._buckets.count(key)
-        if not self._is_hot(count, self._end_share if key in self._known else self._begin_share):
+        count, total = self._buckets.count(key), self._buckets.total
+        if not self._is_hot(count, self._end_share if key in self._known else self._begin_share, total):
             return None
         strategy, bucket = key
         return HotSpot(
             kind=HotSpotKind.BUCKET,
             channel_id=self._homes[key],
             num_questions=count,
-            share=count / self._buckets.total,
+            share=count / total,
             remedy=_remedy(strategy, self._settings),
             strategy=strategy,
             hash_bucket=bucket,

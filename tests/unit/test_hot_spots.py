@@ -50,6 +50,14 @@ def test_three_questions_make_no_hot_spot() -> None:
     assert [change.spot.hash_bucket for change in spots.look(0.0, EVEN)] == [7]
 
 
+def test_a_bucket_that_came_before_the_sample_was_large_enough_is_told() -> None:
+    """A burst would go unseen because the questions that make it count came after it."""
+    spots = detector()
+    feed(spots, [7] * 15)
+    feed(spots, list(range(100, 110)))
+    assert [change.spot.hash_bucket for change in spots.look(0.0, EVEN)] == [7]
+
+
 def test_it_ends_below_the_lower_share_and_not_before() -> None:
     """The log would fill with beginnings and ends of one hot spot at the border."""
     spots = detector()
@@ -133,6 +141,7 @@ def test_the_detector_agrees_with_a_naive_one(
     spots = detector(channel_pool_size=num_channels, hot_spot_min_questions=min_questions)
     seen: list[tuple[int, int]] = []
     hot: set[int] = set()
+    asked: set[int] = set()  # buckets that had their share of the window when they were last asked for
     told: dict[int, HotSpot] = {}
     now_s = 0.0
     begin = min(1.0, max(0.25, 1.5 / num_channels))
@@ -149,8 +158,9 @@ def test_the_detector_agrees_with_a_naive_one(
             if change.begins:
                 told[change.spot.hash_bucket] = change.spot
         is_enough = len(seen) >= min_questions and num_channels > 1
+        asked |= {bucket} if counts[bucket] >= begin * 0.2 / 0.25 * len(seen) else set()
         stays = {b for b in hot if is_enough and counts[b] >= begin * 0.2 / 0.25 * len(seen)}
-        starts = {bucket} if is_enough and counts[bucket] >= begin * len(seen) else set()
-        hot = stays | starts
+        hot = stays | {b for b in asked if is_enough and counts[b] >= begin * len(seen)}
+        asked = {b for b in asked if counts[b] >= begin * 0.2 / 0.25 * len(seen)}
         assert set(told) == hot == {spot.hash_bucket for spot in spots.spots}
         assert all(spot.share == counts[spot.hash_bucket or 0] / len(seen) for spot in spots.spots)
