@@ -147,6 +147,8 @@ class Executor {
         unpack_row(model_.embedding, step.ids[r], row);
         if (model_.embedding_scale != 1.0f)
           for (int64_t i = 0; i < model_.hidden; ++i) row[i] *= model_.embedding_scale;
+        if (model_.embedding_columns != nullptr)
+          for (int64_t i = 0; i < model_.hidden; ++i) row[i] *= model_.embedding_columns[i];
       }
     });
   }

@@ -63,6 +63,7 @@ struct Model {
   Weight embedding;       // [vocabulary, hidden]
   Weight head;            // [vocabulary, hidden]
   const float* head_bias;
+  const float* embedding_columns;  // [hidden] what each column of the embedding's rows is multiplied with; may be null
   Norm final_norm;
   int64_t num_layers;
   int64_t hidden;

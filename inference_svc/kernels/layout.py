@@ -144,6 +144,7 @@ class CModel(ctypes.Structure):
         ("embedding", CWeight),
         ("head", CWeight),
         ("head_bias", Address),
+        ("embedding_columns", Address),
         ("final_norm", CNorm),
         ("num_layers", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
