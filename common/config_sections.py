@@ -182,6 +182,8 @@ class RouterConfig(Section):
     """Questions in the window before anything is a hot spot."""
     hot_spot_window_ms: int = Field(default=60_000, ge=100, le=86_400_000)
     """Milliseconds of questions that hot spots and heat are told from."""
+    priority_step_ms: int = Field(default=100, ge=0, le=300)
+    """Milliseconds of waiting that one step of priority is worth; a question passes none that came longer before it."""
     max_queries_per_request: int = Field(default=256, ge=1, le=65_536)
     """Most questions in one request."""
     max_question_bytes: int = Field(default=262_144, ge=1, le=67_108_864)
@@ -291,6 +293,8 @@ class CoreConfig(Section):
     """What runs the forward: auto takes native where it knows the model, cpu is torch, flex is for device cuda."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$"), Allowed("one of cpu, cuda or cuda:N")] = "cpu"
     """Where the model runs; in mode multi_gpu, deploy.devices says it."""
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
+    """Processes that hold a part of the model each (on torch), for models too large for one device; 1: whole."""
     cache_dir: str = ""
     """Directory for converted models; empty is the user's cache directory."""
     keep_packed: bool = True

@@ -64,6 +64,7 @@ class MemoryTransport:
         max_entries_per_channel: int = 1024,
         max_bytes_per_channel: int = 67_108_864,
         max_events: int = 65_536,
+        priority_step_ms: float = 100.0,
     ) -> None:
         """Create empty streams.
 
@@ -74,6 +75,7 @@ class MemoryTransport:
             max_entries_per_channel: most items of one channel that wait or are leased.
             max_bytes_per_channel: a channel takes no further item once its items have so many bytes.
             max_events: unread events from which on no more progress is taken.
+            priority_step_ms: how much earlier than it came an item stands in line for each step of priority.
         """
         sizes = (num_channels, max_entries_per_channel, max_bytes_per_channel, max_events)
         if min(sizes) < 1 or lease_timeout_s <= 0:
@@ -85,6 +87,7 @@ class MemoryTransport:
         self._max_entries_per_channel = max_entries_per_channel
         self._max_bytes_per_channel = max_bytes_per_channel
         self._max_events = max_events
+        self._priority_step_s = priority_step_ms / 1000
         self._events: deque[ChannelEvent] = deque()
         self._unread: set[tuple[str, int]] = set()
         """Questions whose outcome is among the events."""
@@ -257,10 +260,12 @@ class MemoryTransport:
         ):
             if held >= limit:
                 return QueueFullError.of_channel(item.channel_id, held, limit, unit)
+        now_s = self._clock.monotonic()
         entry = Entry(
             item=item,
             order=next(self._orders),
-            published_at_s=self._clock.monotonic(),
+            published_at_s=now_s,
+            in_line_since_s=now_s - item.priority * self._priority_step_s,
             num_bytes=_TOKEN_BYTES * len(item.prompt.ids),
         )
         self._entries.setdefault(item.request_id, {})[item.question_index] = entry
@@ -306,7 +311,7 @@ class MemoryTransport:
     def _take(self, max_items: int, consumer: str) -> list[Lease]:
         now_s = self._clock.monotonic()
         heads = [head for channel in self._channels if (head := channel.head(consumer, now_s)) is not None]
-        heads.sort(key=lambda entry: (not entry.attempt, entry.order))
+        heads.sort(key=lambda entry: (not entry.attempt, entry.in_line_since_s, entry.order))
         if self._rooms.keys() - {consumer}:
             heads = self._share_of(consumer, heads, max_items, now_s)
         return [self._grant(entry, consumer, now_s) for entry in heads[: max(0, max_items)]]

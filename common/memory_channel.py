@@ -21,6 +21,8 @@ class Entry:
     item: WorkItem
     order: int
     published_at_s: float
+    in_line_since_s: float
+    """The same, less the head start that its priority gives it."""
     num_bytes: int
     attempt: int = 0
     lease_id: str = ""

@@ -109,7 +109,11 @@ class WorkStreams(Protocol):
         ...
 
     async def lease(self, max_items: int, wait_s: float) -> list[Lease]:
-        """Take up to ``max_items`` items, at most one per channel, oldest channel head first.
+        """Take up to ``max_items`` items, at most one per channel: the channel whose first item came first, and so on.
+
+        Each step of an item's priority counts as if it had come ``priority_step_ms`` earlier; within a channel items
+        keep their order. So the first item of a channel waits for none that came later than itself by more than the
+        difference of their priorities is worth, whatever comes.
 
         Waits up to ``wait_s`` seconds for the first item; returns an empty list when none came. Items of cancelled
         questions are never returned. Expired leases of other consumers come first, with a higher attempt.

@@ -35,13 +35,13 @@ class KeyKind:
 WORK = KeyKind(lua="WORK", suffix="work:")
 """Stream per channel: the items that wait or are leased; bounded at admission, finished ones are deleted."""
 WAITING = KeyKind(lua="WAITING", suffix="waiting")
-"""Sorted set: channels in which something waits to be leased, by the number of their oldest such entry."""
+"""Sorted set: channels in which something waits to be leased, by the rank of their first such entry (see scripts)."""
 LEASED = KeyKind(lua="LEASED", suffix="leased")
 """Sorted set: leased entries (channel:id) by the time of the latest sign of life of their lease, in Unix ms."""
 GRANTS = KeyKind(lua="GRANTS", suffix="grants:", by_settings=True)
 """String per consumer: its latest grant and what it was, in case the reply is lost."""
 ORDER = KeyKind(lua="ORDER", suffix="order", ttl_ms=_DAY_MS)
-"""Hash: the last publication's time (Unix ms) and number, from which entry ids are made."""
+"""Hash: the last publication's time (Unix ms) and number within it, from which entry ids are made."""
 QUESTIONS = KeyKind(lua="QUESTIONS", suffix="questions:", by_settings=True)
 """Hash per request: where each question's item is, who was granted it last, its outcome."""
 RESULTS = KeyKind(lua="RESULTS", suffix="results")
@@ -92,6 +92,12 @@ WORK_GROUP = "nodes"
 UNOWNED = "~"
 """Pseudo-consumer of entries that were delivered once and wait again; no node id contains it."""
 MAX_DEAD_LETTERS = 1_000
+HEAD_STARTS = 65_536
+"""Head starts that an entry's id can tell, half of them below zero."""
+HEAD_START_MS = 10
+"""One of them, in milliseconds."""
+FIRST_NUMBER = 65_536
+"""Numbers of entries begin here; ids with smaller ones are of a version that knew no head starts."""
 MAX_NOTICES = 65_536
 """Most notices kept per consumer; a dropped one is harmless, its holder is refused at the next call."""
 
@@ -135,5 +141,6 @@ def lua_names() -> str:
     lines += [
         f"local WORK_GROUP, UNOWNED = '{WORK_GROUP}', '{UNOWNED}'",
         f"local MAX_DEAD_LETTERS, MAX_NOTICES = {MAX_DEAD_LETTERS}, {MAX_NOTICES}",
+        f"local HEAD_STARTS, HEAD_START_MS, FIRST_NUMBER = {HEAD_STARTS}, {HEAD_START_MS}, {FIRST_NUMBER}",
     ]
     return "\n".join(lines) + "\n"

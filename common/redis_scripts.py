@@ -77,10 +77,20 @@ local function field_of(fields, name)
   return false
 end
 
-local function number_of(id) return string.match(id, '%-(%d+)$') end
+-- Where an entry stands in line among those of all channels: when it was published, less its head start.
+local function rank_of(id)
+  local ms, number = string.match(id, '^(%d+)-(%d+)$')
+  local head_start = 0
+  number = tonumber(number)
+  if number >= FIRST_NUMBER * HEAD_STARTS then
+    head_start = number % HEAD_STARTS - HEAD_STARTS / 2
+    number = math.floor(number / HEAD_STARTS)
+  end
+  return (ms - head_start * HEAD_START_MS) * 4096 + number % 4096
+end
 
 -- Something in the channel waits, and no entry before this one.
-local function queue(channel_id, id) redis.call('ZADD', WAITING, 'LT', number_of(id), channel_id) end
+local function queue(channel_id, id) redis.call('ZADD', WAITING, 'LT', whole(rank_of(id)), channel_id) end
 
 -- Note what waits in the channel now: put back in line, or never read.
 local function requeue(channel_id)
@@ -93,7 +103,7 @@ local function requeue(channel_id)
     local unread = redis.call('XRANGE', work, '(' .. field_of(group, 'last-delivered-id'), '+', 'COUNT', 1)[1]
     first = unread and unread[1]
   end
-  if first then redis.call('ZADD', WAITING, number_of(first), channel_id)
+  if first then redis.call('ZADD', WAITING, whole(rank_of(first)), channel_id)
   else redis.call('ZREM', WAITING, channel_id) end
 end
 
@@ -106,7 +116,7 @@ end
 local function remove(channel_id, id)
   delete(channel_id, id)
   redis.call('ZREM', LEASED, channel_id .. ':' .. id)
-  if redis.call('ZSCORE', WAITING, channel_id) == number_of(id) then requeue(channel_id) end
+  if tonumber(redis.call('ZSCORE', WAITING, channel_id) or -1) == rank_of(id) then requeue(channel_id) end
 end
 
 -- Put an entry that is pending back in line, its deliveries as given.

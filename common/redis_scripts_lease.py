@@ -139,7 +139,7 @@ local function take_waiting(channel_id)
   if redis.call('XLEN', work) > num_rows + 1 then
     following = redis.call('XRANGE', work, '(' .. id, '+', 'COUNT', 1)[1]
   end
-  if following then redis.call('ZADD', WAITING, number_of(following[1]), channel_id)
+  if following then redis.call('ZADD', WAITING, whole(rank_of(following[1])), channel_id)
   else emptied[#emptied + 1] = channel_id end
 end
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.errors import InvariantError
+from common.redis_keys import HEAD_START_MS, HEAD_STARTS
 from common.redis_scripts import Argument, Script, ScriptRunner
 
 APPEND = """
 local max_entries, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
-local ms = whole(math.max(now_ms(), tonumber(redis.call('HGET', ORDER, 'ms') or 0)))
-local number, has_added = nil, false
+local latest = redis.call('HMGET', ORDER, 'ms', 'number')
+local ms = whole(math.max(now_ms(), tonumber(latest[1] or 0)))
+local number, has_added = ms == latest[1] and tonumber(latest[2]) or 0, false
 
-local function append(channel_id, request_id, index, digest, envelope, ttl_ms)
+local function append(channel_id, request_id, index, digest, head_start, envelope, ttl_ms)
   local work, questions = WORK .. channel_id, QUESTIONS .. request_id
   local names = {'r:' .. index, 'v:' .. index, 'd:' .. index, 'i:' .. index, 'g:' .. index, 'w:' .. index}
   local marks = redis.call('HMGET', questions, unpack(names))
@@ -40,29 +42,26 @@ local function append(channel_id, request_id, index, digest, envelope, ttl_ms)
     if num_bytes >= max_bytes then return {'full of bytes', num_bytes} end
   end
   number = number + 1
-  local id = ms .. '-' .. whole(number)
+  local id = ms .. '-' .. whole((FIRST_NUMBER + number) * HEAD_STARTS + HEAD_STARTS / 2 + head_start)
   redis.call('XADD', work, id, 'r', request_id, 'i', index, 'e', envelope)
   if outcome or event_id or marks[5] or marks[6] then
     redis.call('HDEL', questions, 'r:' .. index, 'v:' .. index, 'g:' .. index, 'w:' .. index)
   end
   redis.call('HSET', questions, 'i:' .. index, channel_id .. ':' .. id, 'd:' .. index, digest)
   keep(questions, ttl_ms)
-  queue(channel_id, id)
+  -- Whatever waits in the channel already stands before it.
+  redis.call('ZADD', WAITING, 'NX', whole(rank_of(id)), channel_id)
   has_added = true
   return {'added', num_entries + 1}
 end
 
 -- Append the publications from an argument on; their states, in their order.
 local function append_from(first)
-  local states, num_items = {}, math.ceil((#ARGV - first + 1) / 6)
-  if num_items == 0 then return states end
-  number = redis.call('HINCRBY', ORDER, 'number', num_items) - num_items
-  redis.call('PEXPIRE', ORDER, ORDER_TTL)
-  for i = first, #ARGV, 6 do
-    states[#states + 1] = append(ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
-  end
+  local states = {}
+  for i = first, #ARGV, 7 do states[#states + 1] = append(unpack(ARGV, i, i + 6)) end
   if has_added then
-    redis.call('HSET', ORDER, 'ms', ms)
+    redis.call('HSET', ORDER, 'ms', ms, 'number', whole(number))
+    redis.call('PEXPIRE', ORDER, ORDER_TTL)
     ring(WORK_BELL, WORK_BELL_TTL)
   end
   return states
@@ -82,13 +81,18 @@ class Publication:
     question_index: int
     digest: bytes
     """Of the question's content: tells a repeated publication from a new use of the same id."""
+    head_start_ms: float
+    """How far ahead of its time it stands in line; below 0 behind."""
     envelope: bytes
     ttl_ms: int
     """How long the question's state is kept at least: its time budget plus retention."""
 
     def arguments(self) -> tuple[Argument, ...]:
         """In the order in which the script reads them."""
-        return (self.channel_id, self.request_id, self.question_index, self.digest, self.envelope, self.ttl_ms)
+        most = HEAD_STARTS // 2 - 1
+        head_start = max(-most, min(most, round(self.head_start_ms / HEAD_START_MS)))
+        key = self.channel_id, self.request_id, self.question_index
+        return (*key, self.digest, head_start, self.envelope, self.ttl_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +121,9 @@ async def publish(
 ) -> list[Published]:
     """Append items unless their question is there or their channel is full; remember where they are; wake the nodes.
 
-    Entry ids grow across all channels, so that the oldest head is known without looking at payloads. They are made
-    from Redis' clock, which therefore tells an item's age. A channel's bytes are the memory of its stream.
+    Entry ids grow across all channels and tell each entry's head start, so that who is first in line is known without
+    looking at payloads. They are made from Redis' clock, which therefore tells an item's age. A channel's bytes are the
+    memory of its stream.
     """
     arguments = [argument for publication in publications for argument in publication.arguments()]
     states = await runner.run(_PUBLISH, max_entries, max_bytes, *arguments)

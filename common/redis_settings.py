@@ -54,6 +54,8 @@ class RedisTransportSettings:
     max_entries_per_channel: int = 1024
     max_bytes_per_channel: int = 67_108_864
     """A channel takes no further item once its stream has so many bytes of the server's memory."""
+    priority_step_ms: float = 100.0
+    """How much earlier than it came a question stands in line for each step of priority."""
     max_events: int = 65_536
     """Unread events from which on no more progress is taken."""
     retention_s: float = 600.0

@@ -229,6 +229,7 @@ class RedisTransport:
             request_id=item.request_id,
             question_index=item.question_index,
             digest=hashlib.blake2b(content, digest_size=16).digest(),
+            head_start_ms=item.priority * self._settings.priority_step_ms,
             envelope=sealed,
             ttl_ms=item.time_budget_ms + self._hold_ttl_ms,
         )

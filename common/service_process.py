@@ -86,6 +86,7 @@ async def join(config: Config, node_id: str, telemetry: Telemetry) -> tuple[Redi
         max_deliveries=cluster.max_attempts,
         max_entries_per_channel=2 * router.channel_queue_size,
         max_bytes_per_channel=router.channel_queue_bytes,
+        priority_step_ms=float(router.priority_step_ms),
         retention_s=float(config.aggregator.result_ttl_s),
         trace_of=telemetry.traces.trace_of,
         on_event=telemetry.traces.arrived,

@@ -39,6 +39,7 @@ class Tiers:
             clock=clock,
             max_entries_per_channel=max_entries,
             max_bytes_per_channel=router.channel_queue_bytes,
+            priority_step_ms=router.priority_step_ms,
         )
         watch = EngineWatch(telemetry)
         results = watch.results(transport)

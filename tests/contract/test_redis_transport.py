@@ -292,6 +292,20 @@ async def test_what_the_store_knows_by_heart_is_only_a_help(deployment: RedisHar
     assert keys(await ends.other_node.lease(8, 0)) == [("r", 0), ("r", 1), ("r", 2)]
 
 
+async def test_entries_of_a_version_without_head_starts_keep_their_place(deployment: RedisHarness) -> None:
+    """What waits during an upgrade would jump the queue or come last: its ids tell numbers only."""
+    ends = await deployment.create(num_channels=3)
+    for number, priority in ((0, 9), (1, 0), (2, -9)):
+        await publish(ends.router, make_item(number, number, priority=priority))
+    [(entry_id, fields)] = await deployment.client.xrange(deployment.work(1))
+    old_id = f"{entry_id.decode().partition('-')[0]}-40000"
+    await deployment.client.delete(deployment.work(1), deployment.key(WAITING))
+    await deployment.client.xadd(deployment.work(1), fields, id=old_id)
+    await deployment.client.hset(deployment.key(QUESTIONS, "r"), "i:1", f"1:{old_id}")
+    await ends.other_node._upkeep.sweep()
+    assert keys(await ends.node.lease(8, 0)) == [("r", 0), ("r", 1), ("r", 2)]
+
+
 async def test_a_lost_group_gives_back_what_was_leased(deployment: RedisHarness) -> None:
     """Items whose holders were forgotten with the group would wait for the next sweep, or be lost."""
     ends = await deployment.create(num_channels=1)

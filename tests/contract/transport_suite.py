@@ -175,6 +175,27 @@ class TransportSuite:
             await commit(ends.node, lease, outcome(lease))
         assert order == [0, 1, 2, 3]
 
+    async def test_a_priority_is_a_head_start(self, harness: TransportHarness) -> None:
+        """An urgent question waits for all that came before it, or one that is not urgent waits for ever."""
+        ends = await harness.create(num_channels=6)
+        for index, priority in enumerate((0, -900, 0, 50, 20)):
+            await publish(ends.router, make_item(index, channel_id=index, priority=priority))
+        await publish(ends.router, make_item(5, channel_id=0, priority=900))
+        first = await ends.node.lease(2, 0) + await ends.node.lease(1, 0)
+        assert [lease.item.question_index for lease in first] == [3, 4, 0], "what is behind 0 on its channel waits"
+        for lease in first:
+            await commit(ends.node, lease, outcome(lease))
+        assert [lease.item.question_index for lease in await ends.node.lease(8, 0)] == [5, 2, 1]
+
+    async def test_a_head_start_is_used_up_by_waiting(self, harness: TransportHarness) -> None:
+        """Questions without priority starve while others keep coming."""
+        ends = await harness.create(num_channels=3)
+        await publish(ends.router, make_item(0, channel_id=0))
+        await harness.advance(0.15)
+        await publish(ends.router, make_item(1, channel_id=1, priority=1))
+        await publish(ends.router, make_item(2, channel_id=2, priority=600))
+        assert [lease.item.question_index for lease in await ends.node.lease(8, 0)] == [2, 0, 1]
+
     async def test_the_item_arrives_unchanged(self, harness: TransportHarness) -> None:
         """A field of the item would be lost on the way."""
         ends = await harness.create(num_channels=2)
