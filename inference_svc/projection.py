@@ -34,15 +34,19 @@ _CHUNK_ROWS = 16_384
 _MAX_GROUP_PLANES = 6
 """Planes decided by one set of directions; the cost of a set grows with their number of buckets."""
 _MAX_WHITENED = 256
-_MAX_SAMPLED_ROWS = 4096
+_NUM_SAMPLES = 64
+_SAMPLED_ROWS = 64
+"""In one sample: neighbours in a vocabulary are no kin, and reading single rows would be slow."""
 _SHRINKAGE = 0.3
 """Added to variances with mean 1, so that directions of noise are not blown up."""
+_ROOT_ITERATIONS = 20
+"""Twice what variances up to 1000 times the shrinkage need."""
 _RARITY = 0.15
 """Power of a token's id in its priority: vocabularies list frequent pieces first."""
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 Rows = Callable[[int, int], torch.Tensor]
-"""Embeddings ``[last - first, H]`` of tokens ``[first, last)``."""
+"""Embeddings ``[last - first, H]`` float32, of values that bf16 has, of tokens ``[first, last)``."""
 
 
 def projection_table(model: LoadedModel, num_planes: int, hash_key: str) -> np.ndarray:
@@ -53,7 +57,11 @@ def projection_table(model: LoadedModel, num_planes: int, hash_key: str) -> np.n
         num_planes: buckets are below 2 to the power of this, at most 16.
         hash_key: key of the deployment; another key gives other buckets.
     """
-    return _table(model.embedding_rows, model.vocab_size, num_planes, hash_key)
+    rows = model.embedding_rows
+    exact = model.precision == "bf16"
+    return _table(
+        rows if exact else lambda first, last: _rounded(rows(first, last)), model.vocab_size, num_planes, hash_key
+    )
 
 
 def projection_of_directory(path: Path, num_planes: int, hash_key: str) -> np.ndarray:
@@ -75,7 +83,7 @@ def projection_of_directory(path: Path, num_planes: int, hash_key: str) -> np.nd
 
 def _table_of(weight: Any, num_planes: int, hash_key: str) -> np.ndarray:
     """The table of a tensor that is read by slices."""
-    return _table(lambda first, last: weight[first:last], weight.get_shape()[0], num_planes, hash_key)
+    return _table(lambda first, last: _rounded(weight[first:last]), weight.get_shape()[0], num_planes, hash_key)
 
 
 @torch.inference_mode()
@@ -85,7 +93,7 @@ def _table(rows: Rows, num_tokens: int, num_planes: int, hash_key: str) -> np.nd
     cells = np.empty(num_tokens, dtype=np.uint32)
     for start in range(0, num_tokens, _CHUNK_ROWS):
         stop = min(start + _CHUNK_ROWS, num_tokens)
-        projected = (_rounded(rows(start, stop)) - mean) @ directions
+        projected = (rows(start, stop) - mean) @ directions
         cells[start:stop] = _cells(projected, groups, start)
     return cells
 
@@ -114,8 +122,9 @@ def _directions(
     rows: Rows, num_tokens: int, group_sizes: list[int], hash_key: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centre ``[H]`` and directions ``[H, sum of the sizes]`` that whiten and project at once."""
-    step = max(1, num_tokens // _MAX_SAMPLED_ROWS)
-    sample = torch.cat([_rounded(rows(token, token + 1)) for token in range(0, num_tokens, step)])
+    step = max(_SAMPLED_ROWS, num_tokens // _NUM_SAMPLES)
+    starts = range(0, num_tokens, step)
+    sample = torch.cat([rows(start, min(start + _SAMPLED_ROWS, num_tokens)) for start in starts])
     mean = sample.mean(dim=0)
     width = sample.shape[1]
     num_whitened = min(width, _MAX_WHITENED)
@@ -128,14 +137,28 @@ def _directions(
     scale = covariance.trace() / num_whitened
     if not scale > 0:
         return mean, reduce @ spread
-    variances, axes = torch.linalg.eigh(covariance / scale)
-    # The inverse root is a smooth function of the covariance; single axes would flip between libraries.
-    whiten = axes @ torch.diag((variances.clamp_min(0) + _SHRINKAGE).rsqrt()) @ axes.T
+    whiten = _inverse_root(covariance / scale + _SHRINKAGE * torch.eye(num_whitened, dtype=torch.float64))
     return mean, reduce @ whiten.float() @ spread
 
 
+def _inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix ** -0.5`` of a positive definite one.
+
+    By products alone: an eigensolver takes seconds beside other processes, and single axes flip between libraries.
+    Source: Higham 2008, "Functions of Matrices", sec. 6.3, coupled Newton iteration.
+    """
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    norm = matrix.norm()
+    root, inverse = matrix / norm, identity
+    for _ in range(_ROOT_ITERATIONS):
+        step = (3 * identity - inverse @ root) / 2
+        root, inverse = root @ step, step @ inverse
+    result: torch.Tensor = inverse / norm.sqrt()
+    return result
+
+
 def _rounded(rows: torch.Tensor) -> torch.Tensor:
-    return rows.bfloat16().float()
+    return rows.to(torch.bfloat16).float()
 
 
 def _signs(hash_key: str, count: int) -> torch.Tensor:

@@ -301,6 +301,26 @@ def stats(
 
 
 @app.command()
+def route(
+    question: Annotated[str, typer.Argument(help="The question, as a caller writes it.")],
+    category: Annotated[str, typer.Option(help="Category of the question (strategy prebucket).")] = "",
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain where every strategy would send a question; loads no weights."""
+    import json
+
+    from common.config import load_config
+    from kev.models import resolve_model
+    from kev.route import as_data, find_routes, lines
+
+    loaded = load_config(config)
+    model = resolve_model(loaded.core.model_path, loaded.core.cache_dir or None, _say).path
+    found = find_routes(loaded, model, question, category, _say)
+    print(json.dumps(as_data(found), indent=2, ensure_ascii=False) if as_json else "\n".join(lines(found)))
+
+
+@app.command()
 def verify(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

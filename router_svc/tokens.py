@@ -81,11 +81,7 @@ def prepare(
         except InvalidRequestError as error:
             errors.append(error)
             continue
-        view = RoutingView(
-            text=normalized.text,
-            num_tokens=len(prompt.ids) - max(prompt.boundaries, default=0),
-            category=question.category,
-        )
+        view = routing_view(question, normalized, prompt)
         prepared.append(
             Prepared(
                 normalized=normalized,
@@ -102,6 +98,15 @@ def prepare(
         raise (PromptTooLongError if all_too_long else InvalidRequestError)(violations)
     _check_request(prepared, settings.max_request_tokens)
     return prepared
+
+
+def routing_view(question: QuestionSpec, normalized: Normalized, prompt: Prompt) -> RoutingView:
+    """What strategies see of a question; a common prefix says nothing about it."""
+    return RoutingView(
+        text=normalized.text,
+        num_tokens=len(prompt.ids) - max(prompt.boundaries, default=0),
+        category=question.category,
+    )
 
 
 def num_shared_tokens(prompt: Prompt, spec: RequestSpec, settings: RouterSettings) -> int:
@@ -133,7 +138,8 @@ def _render(
     if max_prompt_tokens < 1:
         raise PromptTooLongError.of(
             f"{field}.max_tokens",
-            f"{max_tokens} leaves no room for a prompt in the {limit} tokens of {name}; ask for fewer than {limit}",
+            f"{max_tokens} leaves no room for a prompt in a context of {limit} tokens ({name}); "
+            f"ask for fewer than {limit}",
         )
     try:
         return tokenizer.render(text, system_prompt, max_prompt_tokens=max_prompt_tokens, truncate=question.truncate)

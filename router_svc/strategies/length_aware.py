@@ -50,8 +50,9 @@ class LengthAware:
         least = min(in_lane)
         channel_id = lane.start + in_lane.index(least)
         if least and not all(longer := loads[lane.stop :]):
-            channel_id = lane.stop + longer.index(0)
-        return Pick(channel_id=channel_id, hash_bucket=channel_id, may_divert=False)
+            borrowed = lane.stop + longer.index(0)
+            return Pick(channel_id=borrowed, hash_bucket=borrowed, may_divert=False)
+        return Pick(channel_id=channel_id, hash_bucket=channel_id, lane=lane)
 
     def explain(self, view: RoutingView, key: int, loads: Sequence[int]) -> str:
         """The tier, its lane, and whether a channel was borrowed."""

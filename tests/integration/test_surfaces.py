@@ -82,7 +82,7 @@ QUERIES: list[Case] = [
 CHOICES: list[Case] = [
     (["a"], {"isolation": "none"}, "isolation", "one of strict, loose or shared, got 'none'"),
     (["a"], {"isolation": 3}, "isolation", "one of strict, loose or shared"),
-    (["a"], {"strategy": "random"}, "strategy", "one of semantic_hash, round_robin, length_aware or consistent_hash"),
+    (["a"], {"strategy": "random"}, "strategy", "round_robin, length_aware, consistent_hash or prebucket"),
     (["a"], {"mode": "map"}, "mode", "one of slot_map, seq_append or priority"),
     (["a"], {"truncate": "middle"}, "truncate", "one of none, left or right"),
     ([{"text": "a", "truncate": True}], {}, "queries[0].truncate", "got true"),
