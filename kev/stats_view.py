@@ -82,7 +82,7 @@ def render(picture: Picture) -> RenderableType:
 
 def _totals(picture: Picture) -> Text:
     router, node = picture.stats.router, picture.stats.node
-    pace = "-" if router.releases_per_s is None else f"{router.releases_per_s:.3g}/s"
+    pace = "-" if router.releases_per_s is None else f"{router.releases_per_s:,.1f}/s"
     kv = f"{node.kv_bytes_used / node.kv_bytes_total:.0%}" if node.kv_bytes_total else "-"
     told = (
         f"{router.num_questions} questions in {router.num_requests} requests, {router.num_rejected} refused",

@@ -121,7 +121,7 @@ class Reader:
                 deploy_commands.check(words)
                 return ""
             case ["kev", *arguments]:
-                return _kev(arguments)
+                return _kev([self._local(word) for word in arguments])
             case ["curl", *arguments]:
                 assert self._server is not None, "curl without kev serve before it"
                 return self._curl(arguments, self._server)

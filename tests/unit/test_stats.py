@@ -115,7 +115,7 @@ def test_the_picture_names_what_is_hot_and_what_to_do() -> None:
     """An operator would have to read JSON to see which channel is stuck and why."""
     shown = drawn(picture())
     assert "100 questions in 90 requests, 4 refused | 5 wait for a channel | pace" in shown.replace("\n", " ")
-    assert "4.25/s" in shown and "slots 3/8" in shown and "KV 25%" in shown
+    assert "4.2/s" in shown and "slots 3/8" in shown and "KV 25%" in shown
     assert "half-open: queue length" in shown and "12.3s" in shown
     assert "100 questions in the last 60 s" in shown and "60%" in shown
     assert "hot spot: bucket 50 of semantic_hash (channel 1) has 60%" in shown.replace("\n", " ")
