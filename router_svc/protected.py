@@ -18,8 +18,8 @@ CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 BLANKS = " \\t\u00a0\u3000"
 """Blanks inside a line, for character classes."""
 
-# What prose does not use inside a word: calls, operators, paths, URLs, addresses.
-_CODE_CHARACTERS = re.compile(r"[#$%&()*+/<=>@\[\\\]^_`{|}]|::|--|~~|[A-Za-z]\.[A-Za-z]|\w!=")
+# What prose does not use inside a word: calls, operators, options, paths, URLs, addresses.
+_CODE_CHARACTERS = re.compile(r"[#$%&()*+/<=>@\[\\\]^_`{|}]|::|--|~~|^-[A-Za-z]|[A-Za-z]\.[A-Za-z]|\w!=")
 _ASCII_WORD = re.compile(r"[!-~]+")
 _BLANK = frozenset(" \t\u00a0\u3000")
 
@@ -39,6 +39,7 @@ _CODE_LINE = re.compile(
     | .*[;)}\]]\s*(?:\#|//|/\*)                                               # comment after a statement
     | .*\|.*\|                                                               # table
     | .*\t                                                                   # tab separated
+    | \s+[-*+]\ +\S                                                         # item of an indented list
     | \s*(?i:select|insert|update|delete|create|alter|drop)\s+\S.*\s(?i:from|into|set|table|where|values)\b
     """.replace("CJK", CJK),
     re.VERBOSE,

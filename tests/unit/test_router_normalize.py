@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +152,25 @@ def test_never_touches(text: str, level: NormalizeLevel) -> None:
     assert normalize(text, level).text == text
 
 
+CORPUS: dict[str, list[list[str]]] = yaml.safe_load(
+    (Path(__file__).parents[1] / "data/normalization.yaml").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("kind", CORPUS)
+def test_the_corpus(kind: str) -> None:
+    """A rule that is right for one kind of question would spoil another; see tests/data/normalization.yaml."""
+    for before, *after in CORPUS[kind]:
+        light = after[0] if after else before
+        full = after[1] if len(after) > 1 else light
+        assert normalize(before, NormalizeLevel.LIGHT).text == light
+        assert normalize(before, NormalizeLevel.FULL).text == full
+        for level in LEVELS:
+            once = normalize(before, level)
+            assert normalize(once.text, level).removed == ()
+            assert len(once.text) + once.num_removed_chars == len(before)
+
+
 @pytest.mark.parametrize("text", KEPT_WORDS)
 def test_keeps_words_that_carry_the_question(text: str) -> None:
     """The question would lose its subject or its material."""
@@ -225,6 +246,7 @@ def test_is_idempotent_and_only_deletes(text: str, level: NormalizeLevel) -> Non
     rest = iter(text)
     assert all(character in rest for character in once.text)
     assert once.text or not text
+    assert once.text.strip() or not text.strip(), "a question is never emptied"
     if any(character.isalnum() for character in text):
         assert any(character.isalnum() for character in once.text)
 
