@@ -65,6 +65,7 @@ class Config(Section):
         return (
             *_form_warnings(self),
             *_router_warnings(self),
+            *_budget_warnings(self),
             *_isolation_warnings(self),
             *_limit_warnings(self),
         )
@@ -175,6 +176,33 @@ def _router_warnings(config: Config) -> Iterator[str]:
         yield (
             f"router.max_queries_per_request {router.max_queries_per_request} is more than the {room} questions that "
             f"fit: with overflow_policy {router.overflow_policy} the largest requests are always refused"
+        )
+
+
+def _budget_warnings(config: Config) -> Iterator[str]:
+    router, core = config.router, config.core
+    question, request = router.max_question_tokens, router.max_request_tokens
+    if 0 < question <= core.max_tokens:
+        yield (
+            f"router.max_question_tokens {question} is not above core.max_tokens {core.max_tokens}: every question "
+            "that sets no max_tokens of its own is refused"
+        )
+    if question > core.max_context:
+        yield (
+            f"router.max_question_tokens {question} is above core.max_context {core.max_context}, which bounds a "
+            "question before it does"
+        )
+    if 0 < request < (question or core.max_tokens):
+        yield f"router.max_request_tokens {request} is less than a single question may have; the largest are refused"
+    if 0 < router.max_tenant_tokens < request:
+        yield (
+            f"router.max_tenant_tokens {router.max_tenant_tokens} is less than router.max_request_tokens {request}: "
+            "the largest requests of a tenant of weight 1 are always refused"
+        )
+    if 0 < router.max_tenant_questions < router.max_queries_per_request:
+        yield (
+            f"router.max_tenant_questions {router.max_tenant_questions} is less than router.max_queries_per_request "
+            f"{router.max_queries_per_request}: the largest requests of a tenant of weight 1 are always refused"
         )
 
 

@@ -401,7 +401,7 @@ class ClusterConfig(Section):
     tls_ca_file: str = ""
     """Authority, PEM: services then demand a client certificate, clients check the server's."""
     api_keys_file: str = ""
-    """YAML mapping of API key to tenant; empty asks for no key."""
+    """YAML mapping of API key to tenant, or to {tenant, weight}; empty asks for no key."""
     api_key_file: str = ""
     """File with the API key that the gateway sends; empty sends none."""
     reflection: bool = True

@@ -27,7 +27,7 @@ from common.types import ChannelEvent, RequestRecord, RequestSpec, WorkItem
 from kev.v1 import types_pb2 as pb
 
 ENVELOPE_VERSION = 1
-ENVELOPE_MINOR_VERSION = 1
+ENVELOPE_MINOR_VERSION = 2
 EnvelopeValue = WorkItem | ChannelEvent | RequestRecord | RequestSpec
 """What an envelope may hold."""
 
