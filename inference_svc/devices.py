@@ -29,6 +29,12 @@ def engine_devices(config: Config, num_gpus: int) -> tuple[str, ...]:
     deploy = config.deploy
     if deploy.mode is not DeployMode.MULTI_GPU:
         return (config.core.device,)
+    if config.core.tensor_parallel > 1:
+        raise ConfigError(
+            f"kev.core.tensor_parallel: {config.core.tensor_parallel} spreads one engine core over several devices, "
+            "deploy.mode multi_gpu gives each device a core of its own; choose one, or have several nodes of "
+            "deploy.mode distributed, each with a spread model"
+        )
     devices = deploy.devices or tuple(f"cuda:{index}" for index in range(num_gpus)) or (CPU,)
     missing = [device for device in devices if device != CPU and int(device.removeprefix("cuda:")) >= num_gpus]
     if missing:

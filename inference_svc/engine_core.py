@@ -115,6 +115,15 @@ class EngineThread:
         if self.alive:
             self._command(lambda scheduler: scheduler.cancel(request_id, question_index))
 
+    def fail(self, error: EngineDeadError) -> None:
+        """End before the next step, as if the last one had failed; for whoever sees that the device is lost."""
+
+        def end(_: Scheduler) -> None:
+            raise error
+
+        if self.alive:
+            self._command(end)
+
     def stop(self, timeout_s: float) -> None:
         """End the thread after the step in flight; questions still running get an error outcome."""
         with self._wake:

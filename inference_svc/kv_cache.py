@@ -9,6 +9,8 @@ Not here: who owns which position (``slots``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from inference_svc.memory_plan import KVGeometry
@@ -30,6 +32,8 @@ class KVCache:
         """
         heads = geometry.num_kv_heads
         self.num_positions = num_positions
+        self.on_scrub: Callable[[Extent], None] | None = None
+        """Told of every scrub; for arenas of other processes that mirror this one."""
         self.keys = [
             torch.zeros(num_positions, heads, geometry.key_head_size, dtype=dtype, device=device)
             for _ in range(geometry.num_layers)
@@ -67,8 +71,14 @@ class KVCache:
 
     def scrub(self, extent: Extent) -> None:
         """Zero an extent in every layer."""
+        self.zero(extent.start, extent.end)
+        if self.on_scrub is not None:
+            self.on_scrub(extent)
+
+    def zero(self, start: int, end: int) -> None:
+        """Zero positions ``[start, end)`` in every layer."""
         for tensor in (*self.keys, *self.values):
-            tensor[extent.start : extent.end].zero_()
+            tensor[start:end].zero_()
 
 
 def _gather(arena: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +66,9 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
     tokenizer = _tokenizer(path, config)
     device, *_ = engine_devices(config, visible_gpus())
     model = load_model(path, _load_settings(config, device, config.core.num_threads))
-    node = Node(model, _node_settings(config, tokenizer, node_id, config.debug.forward_log), clock)
-    return OpenedNode(node, tokenizer, _projection(model, config))
+    with _closed_on_error(model):
+        node = Node(model, _node_settings(config, tokenizer, node_id, config.debug.forward_log), clock)
+        return OpenedNode(node, tokenizer, _projection(model, config))
 
 
 def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNodes:
@@ -92,11 +95,22 @@ def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNod
             models[device] = load_model(path, _load_settings(config, device, num_threads))
         node_id = f"{name}-{index}" if len(devices) == 1 else f"{name}-{index}-{device}"
         forward_log = config.debug.forward_log + (f".{node_id}" if config.debug.forward_log and index else "")
-        nodes.append(Node(models[device], _node_settings(config, tokenizer, node_id, forward_log), clock))
+        with _closed_on_error(models[device]):
+            nodes.append(Node(models[device], _node_settings(config, tokenizer, node_id, forward_log), clock))
         if len(devices) > 1:
             _LOG.info("engine core %d of %d is ready on %s", index + 1, len(devices), device)
     _require_equal(nodes, devices, config.isolation.level)
     return OpenedNodes(tuple(nodes), tokenizer, _projection(nodes[0].model, config))
+
+
+@contextmanager
+def _closed_on_error(model: LoadedModel) -> Iterator[None]:
+    """Leave no process of the model behind when it cannot be used."""
+    try:
+        yield
+    except BaseException:
+        model.close()
+        raise
 
 
 def _require_equal(nodes: list[Node], devices: tuple[str, ...], level: IsolationLevel) -> None:
@@ -128,6 +142,7 @@ def _load_settings(config: Config, device: str, num_threads: int) -> LoadSetting
         backend=None if core.backend == "auto" else Backend(core.backend),
         device=device,
         num_threads=num_threads,
+        tensor_parallel=core.tensor_parallel,
         image_dir=cache_root(core.cache_dir or None, os.environ) / "packed" if core.keep_packed else None,
     )
 

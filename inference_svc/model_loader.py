@@ -1,11 +1,9 @@
 """Loads a model for the isolated forward, or says why it cannot be isolated.
 
-Invariants and semantics: weights come from safetensors only. An architecture is accepted when every layer is plain
-causal attention (full or sliding) that goes through transformers' attention interface, and when nothing in it lets
-one row's numbers depend on another row: recurrent layers, encoder-decoders, mixtures of experts on stock float kernels
-and rotary scalings that look at the longest row are refused with the reason and the way out. Fail closed: what is not
-known to be safe is refused. Kev's own kernels run what they know (``decoder``) and have been compared with
-transformers (``native_check``); left to choose, the loader takes torch where they cannot.
+Invariants and semantics: weights come from safetensors only. An architecture that cannot be isolated (``architecture``)
+or does not go through transformers' attention interface is refused. Kev's own kernels run what they know (``decoder``)
+and have been compared with transformers (``native_check``); left to choose, the loader takes torch where they cannot.
+A model spread over several processes (``tensor_parallel``) runs on torch.
 
 Not here: finding the model (``kev.models``), proving the forward on this machine (``probe``).
 """
@@ -13,17 +11,19 @@ Not here: finding the model (``kev.models``), proving the forward on this machin
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import asdict, dataclass, replace
 from math import lcm
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError, InvariantError, ModelError, UnsupportedModelError
+from inference_svc.architecture import check_architecture, check_parallel
 from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
 from inference_svc.decoder import FAMILIES, read_decoder
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
@@ -34,11 +34,13 @@ from inference_svc.kernels.layout import Precision
 from inference_svc.kernels.library import Library, kernels
 from inference_svc.kv_cache import KVCache
 from inference_svc.memory_plan import KVGeometry
+from inference_svc.model_digest import files_digest
 from inference_svc.native_check import ModelSize, check_against, reference_of
 from inference_svc.native_forward import NativeForward
 from inference_svc.native_image import open_image, save_image
 from inference_svc.native_model import NativeModel
 from inference_svc.plan import ForwardShapes
+from inference_svc.tensor_parallel import Ranks, TensorParallelForward
 from inference_svc.torch_forward import TorchForward
 
 _LOG = logging.getLogger("kev.model")
@@ -51,11 +53,6 @@ _BODIES: Mapping[Backend, AttentionBody] = {
     Backend.REFERENCE: reference_attention,
     Backend.FLEX: flex_backend,
 }
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_RECURRENT_SIGNS = ("ssm_state_size", "mamba_d_state", "linear_num_key_heads", "conv_kernel", "time_mix_extra_dim")
-_EXPERT_SIGNS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_PAGES = 64
-_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,8 @@ class LoadedModel:
     """Positions of one channel: the smaller of the configured limit and the model's own."""
     fingerprint: str
     """SHA-256 over configuration, tensor layout, sampled weight pages, precision, backend and kernels."""
+    ranks: Ranks | None = None
+    """The other processes that hold a part of the model; then ``module`` and ``geometry`` are those of one part."""
 
     @property
     def alignment_positions(self) -> int:
@@ -94,14 +93,31 @@ class LoadedModel:
         """
         if self.native is not None:
             return NativeForward(_library(), self.native, cache, shapes, torch.get_num_threads())
+        forward = self.torch_forward_over(cache, shapes)
+        return forward if self.ranks is None else TensorParallelForward(self.ranks, forward, cache, shapes)
+
+    def torch_forward_over(self, cache: KVCache, shapes: ForwardShapes) -> TorchForward:
+        """A forward of the module that this process holds."""
         return TorchForward(self._module(), cache, shapes, self.device)
+
+    def close(self) -> None:
+        """End the other processes that hold a part of the model."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def embedding_rows(self, first: int, last: int) -> torch.Tensor:
         """Embeddings ``[last - first, hidden]`` float32, on the CPU, of tokens ``[first, last)``."""
         if self.native is not None:
             return self.native.embedding_rows(first, last, _library())
+        if self.ranks is not None:
+            return self.ranks.embedding_rows(self.embedding, first, last)
+        return self.embedding[first:last].float().cpu()
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The module's embedding; of a spread model, this process's part of it."""
         weight: torch.Tensor = self._module().get_input_embeddings().weight
-        return weight[first:last].float().cpu()
+        return weight
 
     def _module(self) -> PreTrainedModel:
         if self.module is None:
@@ -122,6 +138,8 @@ class LoadSettings:
     """Threads of one forward; 0 keeps torch's default (all cores)."""
     image_dir: Path | None = None
     """Where packed models are kept for the next start; None: nowhere."""
+    tensor_parallel: int = 1
+    """Processes that hold a part of the model each."""
 
 
 def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
@@ -132,6 +150,8 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         ModelError: the directory cannot be read.
         UnsupportedModelError: the architecture cannot be isolated.
     """
+    if settings.tensor_parallel > 1:
+        return _load_spread(path, settings)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     config = _read_config(path)
@@ -158,6 +178,53 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
             raise
         _LOG.warning("the native kernels cannot run this model, torch does: %s", error)
         return load_model(path, replace(settings, backend=Backend.CPU))
+
+
+def _load_spread(path: Path, settings: LoadSettings) -> LoadedModel:
+    """The model, spread over this process and others on this machine."""
+    settings = _spread(settings)
+    check_parallel(_read_config(path), settings.tensor_parallel)
+    ranks = Ranks.start(path, asdict(settings), settings.tensor_parallel)
+    try:
+        model = replace(load_part(path, settings), ranks=ranks)
+        ranks.await_loaded()
+        return model
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _spread(settings: LoadSettings) -> LoadSettings:
+    """Settings of each of several processes."""
+    num_ranks = settings.tensor_parallel
+    if settings.backend is Backend.NATIVE or settings.precision == "int8":
+        raise ConfigError(
+            f"core.tensor_parallel {num_ranks} runs on torch in fp32, bf16 or fp16, got core.precision "
+            f"{settings.precision} and core.backend {settings.backend or 'auto'}"
+        )
+    if settings.device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"core.tensor_parallel {num_ranks} takes the first {num_ranks} visible GPUs, got core.device "
+            f"{settings.device}; set it to cuda, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    on_cpu = settings.device == "cpu"
+    threads = settings.num_threads or max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    backend = settings.backend or (Backend.CPU if on_cpu else Backend.FLEX)
+    return replace(settings, backend=backend, num_threads=threads if on_cpu else 0, image_dir=None)
+
+
+def load_part(path: Path, settings: LoadSettings) -> LoadedModel:
+    """The part of a spread model that this process holds; its rank is known to ``torch.distributed``.
+
+    Raises:
+        ModelError: the directory cannot be read.
+        UnsupportedModelError: the architecture cannot be isolated.
+    """
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    config = _read_config(path)
+    check_architecture(config, _max_context(config, settings.max_context), settings.backend or Backend.CPU)
+    return wrap_model(_read_module(path, config, settings), settings, fingerprint=fingerprint_of(path, settings))
 
 
 def wrap_model(module: PreTrainedModel, settings: LoadSettings, *, fingerprint: str) -> LoadedModel:
@@ -196,7 +263,7 @@ def _described(
     return LoadedModel(
         module=module,
         native=native,
-        geometry=_geometry(config, dtype),
+        geometry=_geometry(config, dtype, settings.tensor_parallel),
         precision=settings.precision,
         dtype=dtype,
         device=torch.device("cpu") if weight is None else weight.device,
@@ -255,60 +322,26 @@ def _chosen_backend(settings: LoadSettings, model_type: str) -> LoadSettings:
 def _read_module(path: Path, config: PretrainedConfig, settings: LoadSettings) -> PreTrainedModel:
     _register_backends()
     transformers_logging.disable_progress_bar()
+    parts = settings.tensor_parallel
+    spread = {"distributed_config": DistributedConfig(tp_size=parts)} if parts > 1 else {}
     try:
         module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=_dtype(settings.precision), use_safetensors=True, local_files_only=True
+            path, config=config, dtype=_dtype(settings.precision), use_safetensors=True, local_files_only=True, **spread
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    return module.eval().requires_grad_(False).to(settings.device)
-
-
-def check_architecture(config: PretrainedConfig, max_context: int, backend: Backend = Backend.CPU) -> None:
-    """Refuse what cannot be isolated.
-
-    Raises:
-        UnsupportedModelError: with the reason and the way out.
-    """
-    kind = config.model_type
-    text = config.get_text_config()
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{kind} is an encoder-decoder; Kev runs decoder-only language models")
-    if getattr(text, "use_bidirectional_attention", False):
-        raise UnsupportedModelError(f"{kind} attends in both directions; Kev runs causal language models")
-    layer_types = set(getattr(text, "layer_types", None) or ())
-    if layer_types - _LAYER_TYPES or any(getattr(text, sign, None) for sign in _RECURRENT_SIGNS):
-        found = ", ".join(sorted(layer_types - _LAYER_TYPES)) or "recurrent state"
-        message = f"{kind} has layers that carry state outside the KV cache ({found}), which cannot be split by channel"
-        raise UnsupportedModelError(f"{message}; use a model with full or sliding attention only")
-    if backend is not Backend.NATIVE and any((getattr(text, sign, None) or 0) > 1 for sign in _EXPERT_SIGNS):
-        message = f"{kind} routes tokens to experts: the shapes of its float kernels depend on the neighbours' tokens"
-        raise UnsupportedModelError(
-            f"{message}, so strict isolation cannot be kept; use a dense model, or core.backend: native where it knows "
-            "the model"
-        )
-    _check_rotary(kind, text, max_context)
+    module = module.eval().requires_grad_(False)
+    return module if spread else module.to(settings.device)
 
 
 def fingerprint_of(path: Path, settings: LoadSettings) -> str:
-    """SHA-256 that tells models apart without reading all of a large file.
-
-    It covers config.json, every safetensors header and 64 evenly spaced pages of each file; equal devices have equal
-    fingerprints.
-    """
-    digest = sha256((path / "config.json").read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        size = file.stat().st_size
-        with file.open("rb") as handle:
-            header_bytes = int.from_bytes(handle.read(8), "little")
-            digest.update(handle.read(min(header_bytes, size)))
-            for page in range(_PAGES):
-                handle.seek(max(0, size - _PAGE_BYTES) * page // (_PAGES - 1))
-                digest.update(handle.read(_PAGE_BYTES))
-    kind = f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
+    """What tells models apart that give other bits; equal devices have equal fingerprints."""
+    kernels_in_use = (
+        f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
+    )
     device = settings.device if settings.device == "cpu" else gpu_name(settings.device)
-    digest.update(f"{settings.precision}:{settings.backend}:{device}:{kind}".encode())
-    return digest.hexdigest()
+    spread = f":{settings.tensor_parallel} parts" if settings.tensor_parallel > 1 else ""
+    return files_digest(path, f"{settings.precision}:{settings.backend}:{device}:{kernels_in_use}{spread}")
 
 
 def _register_backends() -> None:
@@ -347,30 +380,12 @@ def _max_context(config: PretrainedConfig, configured: int) -> int:
     return configured
 
 
-def _check_rotary(kind: str, config: PretrainedConfig, max_context: int) -> None:
-    """Scalings that switch with the longest row of a forward would let a long neighbour change a short question."""
-    parameters: Mapping[str, object] = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    for rope in nested or [parameters]:
-        if rope.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        limit = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        limit = limit or config.max_position_embeddings
-        if isinstance(limit, int) and max_context > limit:
-            message = (
-                f"{kind} scales its rotary positions by the longest row ({rope['rope_type']}) beyond {limit} tokens"
-            )
-            raise UnsupportedModelError(f"{message}, so neighbours would change answers; set core.max_context: {limit}")
-
-
-def _geometry(config: PretrainedConfig, dtype: torch.dtype) -> KVGeometry:
+def _geometry(config: PretrainedConfig, dtype: torch.dtype, num_parts: int = 1) -> KVGeometry:
     heads = int(config.num_attention_heads)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return KVGeometry(
         num_layers=int(config.num_hidden_layers),
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads) // num_parts,
         key_head_size=int(head_size),
         value_head_size=int(head_size),
         element_bytes=dtype.itemsize,

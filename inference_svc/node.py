@@ -112,6 +112,8 @@ class Node:
         runner = self.runner if watch is None else watch(self.runner)
         self.thread = EngineThread(EngineCore(self.scheduler, runner, self._replayer), on_events)
         self.thread.start()
+        if self.model.ranks is not None:
+            self.model.ranks.watch(self.thread.fail)
         return self.thread
 
     def stats(self) -> NodeStats:
@@ -135,10 +137,11 @@ class Node:
         )
 
     def close(self) -> None:
-        """Stop the thread and close the log."""
+        """Stop the thread, close the log and end other processes of the model."""
         if self.thread is not None:
             self.thread.stop(_STOP_TIMEOUT_S)
         self._forward_log.close()
+        self.model.close()
 
 
 def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> IsolationReport:

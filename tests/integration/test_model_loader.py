@@ -24,8 +24,9 @@ from transformers import (
 
 from common.clock import SystemClock
 from common.errors import ConfigError, KevError, ModelError, UnsupportedModelError
+from inference_svc.architecture import check_architecture
 from inference_svc.attention import Backend
-from inference_svc.model_loader import LoadSettings, check_architecture, load_model, wrap_model
+from inference_svc.model_loader import LoadSettings, load_model, wrap_model
 from inference_svc.node import Node, NodeSettings
 from tests.integration.tiny_models import CONFIGS, MAX_CONTEXT
 
