@@ -137,13 +137,16 @@ def ask(
     questions: Annotated[list[str], typer.Argument(help="The questions; each gets its own channel.")],
     config: ConfigOption = None,
     isolation: Annotated[str | None, typer.Option(help="strict, loose or shared.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="How channels are picked; else router.strategy.")] = None,
+    category: Annotated[str | None, typer.Option(help="Of all the questions (strategy prebucket).")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of each answer.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the request; each channel's is this + its index.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Answer questions side by side."""
-    given = {"isolation": isolation, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    routing = {"isolation": isolation, "strategy": strategy, "category": category}
+    given = {**routing, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     options = {name: value for name, value in given.items() if value is not None}
     asyncio.run(_ask(config, tuple(questions), options, as_json=as_json))
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from common.clock import ManualClock
 from common.errors import ModelError
-from common.types import StreamEvent, StreamEventType
+from common.types import Strategy, StreamEvent, StreamEventType
 from kev import cli, demo
 from kev.gateway.backend import Backend
 from kev.gateway.testing import ScriptedBackend, silent
@@ -54,6 +54,13 @@ def test_ask_prints_each_answer_and_closes_the_engine(
     assert backend.closed
 
 
+def test_ask_takes_the_routing_of_the_request(backend: ScriptedBackend) -> None:
+    """The command line could not try a strategy that a program may ask for."""
+    assert cli.main(["ask", "a", "--strategy", "round_robin", "--category", "refund"]) == 0
+    (spec,) = backend.submitted
+    assert (spec.strategy, spec.questions[0].category) == (Strategy.ROUND_ROBIN, "refund")
+
+
 def test_ask_json_prints_one_object_only(backend: ScriptedBackend, capsys: pytest.CaptureFixture[str]) -> None:
     """A pipe into a JSON reader breaks on progress lines."""
     assert cli.main(["ask", "a\u2028b", "--json"]) == 0
@@ -68,6 +75,7 @@ def test_ask_json_prints_one_object_only(backend: ScriptedBackend, capsys: pytes
         (["ask", " "], "queries[0]: must not be blank"),
         (["ask", "a", "\udcff"], "queries[1]: must be whole"),
         (["ask", "a", "--isolation", "none"], "isolation: must be one of strict, loose or shared"),
+        (["ask", "a", "--strategy", "none"], "strategy: must be one of semantic_hash, round_robin"),
         (["ask", "a", "--temperature", "nan"], "temperature: must be a finite number"),
         (["ask", "a", "--max-tokens", "0"], "max_tokens: must be an integer from 1"),
         (["config", "check", "--config", "/nowhere/kev.yaml"], "/nowhere/kev.yaml"),
