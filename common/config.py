@@ -170,9 +170,11 @@ def _router_warnings(config: Config) -> Iterator[str]:
             "long and short questions will share channels"
         )
     room = pool * router.channel_queue_size
-    if router.overflow_policy is OverflowPolicy.QUEUE:
-        room += router.overflow_queue_size
-    if router.overflow_policy is not OverflowPolicy.WAIT and router.max_queries_per_request > room:
+    room += {
+        OverflowPolicy.WAIT: router.max_waiting_queries,
+        OverflowPolicy.QUEUE: router.overflow_queue_size,
+    }.get(router.overflow_policy, 0)
+    if router.max_queries_per_request > room:
         yield (
             f"router.max_queries_per_request {router.max_queries_per_request} is more than the {room} questions that "
             f"fit: with overflow_policy {router.overflow_policy} the largest requests are always refused"
@@ -235,6 +237,11 @@ def _limit_warnings(config: Config) -> Iterator[str]:
         yield f"aggregator.timeout_ms {timeout_ms} is short: many questions will time out before they are answered"
     if timeout_ms > _LONG_TIMEOUT_MS:
         yield f"aggregator.timeout_ms {timeout_ms} is long: callers may wait {timeout_ms / 1000:g} s for one question"
+    if config.router.max_wait_ms > timeout_ms:
+        yield (
+            f"router.max_wait_ms {config.router.max_wait_ms} is longer than aggregator.timeout_ms {timeout_ms}: "
+            "calls wait no longer than their questions have time"
+        )
     if config.core.precision is Precision.FP16:
         yield (
             "core.precision fp16: a model trained in bf16 can overflow in fp16 and answer nonsense; "

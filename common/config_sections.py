@@ -158,7 +158,7 @@ class RouterConfig(Section):
     """Questions that the overflow queue holds (overflow_policy: queue)."""
     overflow_queue_bytes: int = Field(default=268_435_456, ge=1, le=1_099_511_627_776)
     """Bytes, 4 a prompt token, of waiting questions from which on no more may wait (overflow_policy: wait, queue)."""
-    max_waiting_queries: int = Field(default=10_000, ge=1, le=1_000_000)
+    max_waiting_queries: int = Field(default=65_536, ge=1, le=1_000_000)
     """Questions that all submit calls together may hold back for want of a channel (overflow_policy: wait)."""
     max_wait_ms: int = Field(default=0, ge=0, le=86_400_000)
     """Milliseconds a submit call waits for its first channel (overflow_policy: wait); 0 is its time budget."""

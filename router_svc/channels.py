@@ -2,7 +2,7 @@
 
 Invariants and semantics: all channels exist from the start. A question is on exactly one channel, or waits, or is not
 here. What a channel holds is bounded in entries and bytes, and so is what waits. Those who wait are served in order of
-arrival whenever room appears: a later one passes an earlier one only on a channel that the earlier one could not take.
+arrival, less their head starts, whenever room appears: others pass them only on a channel that they could not take.
 The breaker sends questions to other channels than their strategy picked, see ``occupancy``; with every breaker open the
 shortest channel takes all the same.
 
@@ -135,13 +135,14 @@ class ChannelPool(Generic[QuestionT]):
         return self._try_place(question, choose, now_s)
 
     def enqueue(self, question: QuestionT, choose: Chooser) -> bool:
-        """Let a question wait at the end of the overflow queue; False when the queue is full.
+        """Let a question wait in the overflow queue, from now on or as its head start says; False when it is full.
 
         Raises:
             InvariantError: the question is already here.
         """
         self._check_new(question)
-        return self._waiting.add(question, choose, self._burden_of(question).num_bytes)
+        burden = self._burden_of(question)
+        return self._waiting.add(question, choose, burden.num_bytes, (self._now_s or 0.0) - burden.head_start_s)
 
     def drain(self, *, now_s: float | None = None) -> list[tuple[QuestionT, Placement]]:
         """Place every waiting question for which there is room now, in order."""

@@ -51,6 +51,8 @@ class Burden:
     num_bytes: int = 0
     expires_at_s: float | None = None
     """When its time budget ends; an outcome from then on is a failure. None: never."""
+    head_start_s: float = 0.0
+    """How much earlier than it came it stands in the overflow queue; later, if negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

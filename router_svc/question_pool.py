@@ -39,7 +39,7 @@ def build_pool(settings: RouterSettings) -> ChannelPool[PendingQuestion]:
             cooldown_s=settings.breaker_cooldown_ms / 1000,
         ),
         recent_s=settings.hot_spot_window_ms / 1000,
-        burden_of=_burden_of,
+        burden_of=lambda question: _burden_of(question, settings.priority_step_ms / 1000),
     )
 
 
@@ -48,9 +48,11 @@ def has_failed(reason: FinishReason) -> bool | None:
     return None if reason in _SAYING_NOTHING else reason in _FAILURES
 
 
-def _burden_of(question: PendingQuestion) -> Burden:
+def _burden_of(question: PendingQuestion, priority_step_s: float) -> Burden:
     submission = question.submission
+    spec = submission.spec.questions[question.index]
     return Burden(
         num_bytes=_TOKEN_BYTES * len(question.prepared.prompt.ids),
-        expires_at_s=submission.accepted_at_s + submission.spec.questions[question.index].timeout_ms / 1000,
+        expires_at_s=submission.accepted_at_s + spec.timeout_ms / 1000,
+        head_start_s=spec.priority * priority_step_s,
     )

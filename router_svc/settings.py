@@ -47,7 +47,7 @@ class RouterSettings:
     """Bytes, 4 a prompt token, from which on a channel that holds something takes no more."""
     overflow_queue_bytes: int = 268_435_456
     """Bytes from which on no further question may wait (policies ``queue`` and ``wait``)."""
-    max_waiting_queries: int = 10_000
+    max_waiting_queries: int = 65_536
     """Most questions that wait (policy ``wait``)."""
     max_wait_ms: int = 0
     """How long a submit call waits for its first channel (policy ``wait``); 0: as long as its time budget."""
@@ -71,6 +71,8 @@ class RouterSettings:
     """Questions in the window before anything is a hot spot."""
     hot_spot_window_ms: int = 60_000
     """Window of questions."""
+    priority_step_ms: int = 100
+    """How much earlier than it came a question stands in the overflow queue for each step of its priority."""
     semantic_planes: int = 6
     """Planes of the semantic hash when there is no table; n planes make 2^n buckets."""
     hash_key: str = "kev"
@@ -126,6 +128,7 @@ class RouterSettings:
             hot_spot_end_share=router.hot_spot_end_share,
             hot_spot_min_questions=router.hot_spot_min_questions,
             hot_spot_window_ms=router.hot_spot_window_ms,
+            priority_step_ms=router.priority_step_ms,
             semantic_planes=router.semantic_planes,
             hash_key=router.hash_key,
             length_tiers=tuple(router.length_tiers),

@@ -319,6 +319,8 @@ def test_a_byte_order_mark_and_yaml_1_1_words_do_no_harm(tmp_path: Path) -> None
         ({"router": {"breaker_queue_length": 9}}, "is full before the breaker diverts"),
         ({"router": {"max_queries_per_request": 129, "overflow_policy": "reject"}}, "more than the 128 questions"),
         ({"router": {"max_queries_per_request": 385, "overflow_policy": "queue"}}, "more than the 384 questions"),
+        ({"router": {"max_waiting_queries": 100}}, "more than the 228 questions"),
+        ({"router": {"max_wait_ms": 10_001}}, "is longer than aggregator.timeout_ms 10000"),
         (
             {"router": {"strategy": "length_aware", "max_parallel_queries": 1, "channel_pool_size": 2}},
             "makes 3 tiers for 2 channels",
@@ -351,6 +353,7 @@ def test_doubtful_combinations_are_warned_of(sections: object, words: str) -> No
         {"router": {"channel_pool_size": 8}},
         {"router": {"max_queries_per_request": 128, "overflow_policy": "reject"}},
         {"router": {"max_queries_per_request": 60_000}},
+        {"router": {"max_wait_ms": 10_000, "max_waiting_queries": 128}},
         {"router": {"max_question_tokens": 65, "max_request_tokens": 65, "max_tenant_tokens": 65}},
         {"router": {"max_tenant_questions": 256}},
         {"aggregator": {"timeout_ms": 1000}},

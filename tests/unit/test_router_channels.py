@@ -118,6 +118,19 @@ def test_waiting_for_one_channel_does_not_hold_up_another() -> None:
     assert [question for question, _ in pool.drain()] == [4]
 
 
+def test_who_has_left_the_queue_leaves_nothing_behind() -> None:
+    """Callers who give up would fill the memory, one entry each, until somebody is served."""
+    pool = pool_of(num_channels=1, size=1, overflow=None)
+    pool.place(0, to(0))
+    pool.enqueue(1, to(0))
+    for question in range(2, 5000):
+        pool.enqueue(question, to(0))
+        pool.withdraw(question)
+    assert sum(len(line.heap) for line in pool._waiting._lines.values()) < 200
+    pool.release(0, now_s=1.0)
+    assert [question for question, _ in pool.drain()] == [1]
+
+
 def test_withdrawn_places_do_not_count_as_used() -> None:
     """A refused request would show in the totals of the channels."""
     pool = pool_of(breaker=1, overflow=1)
@@ -345,12 +358,17 @@ class PoolMachine(RuleBasedStateMachine):
         )
         self.placed: dict[int, Placement] = {}
         self.waiting: dict[int, int] = {}
+        self.turns: dict[int, tuple[float, int]] = {}
         self.next = 0
         self.now_s = 0.0
 
     @staticmethod
     def burden_of(question: int) -> Burden:
-        return Burden(num_bytes=question * 7 % (MOST_BYTES + 1), expires_at_s=None if question % 3 else question + 5.0)
+        return Burden(
+            num_bytes=question * 7 % (MOST_BYTES + 1),
+            expires_at_s=None if question % 3 else question + 5.0,
+            head_start_s=(question % 4) * 1.5,
+        )
 
     def num_bytes(self, channel_id: int) -> int:
         return sum(self.burden_of(q).num_bytes for q, p in self.placed.items() if p.channel_id == channel_id)
@@ -376,6 +394,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (placement.diverted_why is None) == (placement.diverted_from is None)
         elif self.pool.enqueue(question, to(home)):
             self.waiting[question] = home
+            self.turns[question] = (self.now_s - self.burden_of(question).head_start_s, question)
         else:
             held = sum(self.burden_of(q).num_bytes for q in self.waiting)
             assert len(self.waiting) == self.overflow or held >= self.limit_bytes
@@ -404,11 +423,12 @@ class PoolMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         moved = self.pool.drain(now_s=self.now_s)
         questions = [question for question, _ in moved]
-        assert questions == sorted(questions), "the queue is drained in order"
+        assert questions == sorted(questions, key=self.turns.__getitem__), "the queue is drained in order"
         for question, placement in moved:
             home = self.waiting.pop(question)
             self.placed[question] = placement
-            assert not any(q < question and h == home for q, h in self.waiting.items()), "overtaken on its channel"
+            passed = [q for q, h in self.waiting.items() if h == home and self.turns[q] < self.turns[question]]
+            assert not passed, "overtaken on its channel"
 
     @invariant()
     def counts_match(self) -> None:

@@ -218,11 +218,11 @@ class House:
 
 
 def spec_of(request_id: str = "r", num_questions: int = 1, **changes: object) -> RequestSpec:
-    timeout_ms = changes.pop("timeout_ms", 1000)
+    timeout_ms, priority = changes.pop("timeout_ms", 1000), changes.pop("priority", 0)
     texts = changes.pop("texts", None) or [f"question {index}" for index in range(num_questions)]
     questions = tuple(
-        QuestionSpec(text=text, sampling=SamplingParams(max_tokens=8), timeout_ms=timeout_ms, priority=index)
-        for index, text in enumerate(texts)
+        QuestionSpec(text=text, sampling=SamplingParams(max_tokens=8), timeout_ms=timeout_ms, priority=priority)
+        for text in texts
     )
     base = RequestSpec(
         request_id=request_id,

@@ -39,6 +39,7 @@ def test_every_setting_comes_from_the_configuration() -> None:
         "hot_spot_end_share": 0.3,
         "hot_spot_min_questions": 9,
         "hot_spot_window_ms": 5000,
+        "priority_step_ms": 50,
         "semantic_planes": 5,
         "hash_key": "other",
         "length_tiers": [10, 20],

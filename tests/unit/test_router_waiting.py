@@ -177,3 +177,18 @@ async def test_a_hot_spot_is_told_in_the_stats_and_once_in_the_log(caplog: pytes
     assert house.router.stats().hot_spots == ()
     assert "hot spot ended" in caplog.records[-1].message
     assert len(caplog.records) == 2 * len({r.message.partition(" has ")[0] for r in caplog.records if r.levelno > 20})
+
+
+async def test_a_priority_is_a_head_start_in_the_overflow_queue() -> None:
+    """An urgent question would wait behind a batch, or a batch for ever behind urgent ones."""
+    house = await full_house(overflow_policy=OverflowPolicy.QUEUE, overflow_queue_size=9, priority_step_ms=100)
+    async with house.running():
+        for name, priority, pause_s in (("batch", 0, 0.0), ("urgent", 5, 0.4), ("late", 5, 0.2), ("last", -9, 0.0)):
+            house.clock.advance(pause_s)
+            await house.router.submit(spec_of(name, priority=priority, timeout_ms=600_000))
+        order = []
+        for key in (("held", 0), ("held", 1), ("urgent", 0), ("batch", 0)):
+            house.end(*key)
+            await turns()
+            order.append(house.work.keys[-1][0])
+        assert order == ["urgent", "batch", "late", "last"]
