@@ -8,6 +8,7 @@ Not here: what only one transport promises (its own test module).
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -303,6 +304,28 @@ class TransportSuite:
         assert keys(await ends.node.lease(2, 0)) == [("r", 0), ("r", 3)]
         assert keys(await ends.node.lease(8, 0)) == [("r", 4)]
         assert await ends.node.lease(8, 0) == []
+
+    @pytest.mark.parametrize("seed", range(3))
+    async def test_free_slots_go_to_the_channels_that_wait_longest(self, harness: TransportHarness, seed: int) -> None:
+        """A hot channel would have two questions in a forward, or a quiet one wait behind it."""
+        chance, ends = random.Random(seed), await harness.create(num_channels=4)
+        waiting: list[tuple[int, int]] = []
+        held: dict[int, Lease] = {}
+        for index in range(40):
+            channel_id = chance.choice([0, 0, 0, 1, 2, 3])
+            await publish(ends.router, make_item(index, channel_id))
+            waiting.append((index, channel_id))
+            for channel_id in [held_id for held_id in held if chance.random() < 0.4]:
+                lease = held.pop(channel_id)
+                assert await commit(ends.node, lease, outcome(lease)) is ReportState.COMMITTED
+            max_items, heads = chance.randint(0, 4), dict[int, int]()
+            for number, channel_id in waiting:
+                if channel_id not in held:
+                    heads.setdefault(channel_id, number)
+            leases = await ends.node.lease(max_items, 0)
+            assert [lease.item.question_index for lease in leases] == sorted(heads.values())[:max_items]
+            held |= {lease.item.channel_id: lease for lease in leases}
+            waiting = [entry for entry in waiting if entry[0] not in {lease.item.question_index for lease in leases}]
 
     async def test_a_leased_item_holds_up_only_its_channel(self, harness: TransportHarness) -> None:
         """The next question of a channel would start beside the first, or another channel would be held up."""
