@@ -287,6 +287,8 @@ class CoreConfig(Section):
     """Prompt tokens of all questions in one forward pass."""
     kv_cache_bytes: int = Field(default=0, ge=0, le=2**50)
     """Bytes for KV, of each engine core; 0 makes room for max_parallel_queries full contexts."""
+    prefix_cache_bytes: int = Field(default=0, ge=0, le=2**50)
+    """Bytes of KV beyond which unused prefixes go (kv_cache: shared_readonly); 0 keeps them until room is needed."""
     num_threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of the forward pass; 0 uses every core, divided between the engine cores of mode multi_gpu."""
     backend: Annotated[Backend, _Lax] = Backend.AUTO

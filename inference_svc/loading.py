@@ -161,3 +161,4 @@ def _node_settings(config: Config, tokenizer: Tokenizer, node_id: str, forward_l
         replay_rate=isolation.replay_rate,
         eos_ids=tokenizer.eos_ids,
     )
+        prefix_cache_bytes=core.prefix_cache_bytes,

@@ -42,6 +42,8 @@ class NodeSettings:
     segment_tokens: int = 64
     kv_cache_bytes: int = 0
     """Budget of the KV arena; 0 = room for ``max_slots`` full contexts."""
+    prefix_cache_bytes: int = 0
+    """KV beyond which unused prefixes go although there is room; 0 keeps them until room is needed."""
     kv_cache: KVCacheMode = KVCacheMode.SPLIT
     level: IsolationLevel = IsolationLevel.STRICT
     """Default level of the deployment; a node that cannot keep it does not start."""
@@ -93,6 +95,7 @@ class Node:
             max_context=model.max_context,
             reserve_context=settings.kv_cache is KVCacheMode.UNIFIED,
             keep_prefixes=settings.kv_cache is KVCacheMode.SHARED_READONLY,
+            max_prefix_positions=_prefix_limit(settings.prefix_cache_bytes, model.geometry.position_bytes),
             fingerprint=model.fingerprint,
             verdict=verdict,
         )
@@ -142,6 +145,10 @@ class Node:
             self.thread.stop(_STOP_TIMEOUT_S)
         self._forward_log.close()
         self.model.close()
+
+
+def _prefix_limit(prefix_cache_bytes: int, position_bytes: int) -> int | None:
+    return prefix_cache_bytes // position_bytes if prefix_cache_bytes else None
 
 
 def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> IsolationReport:

@@ -42,6 +42,8 @@ class SchedulerSettings:
     """Reserve ``max_context`` positions per slot whatever the question needs (``kv_cache: unified``)."""
     keep_prefixes: bool = False
     """Keep unreferenced prefixes until their room is needed (``kv_cache: shared_readonly``)."""
+    max_prefix_positions: int | None = None
+    """Positions beyond which unreferenced prefixes go although there is room; None for no such limit."""
     fingerprint: str = ""
     verdict: Verdict = Verdict.UNVERIFIED
 
@@ -64,7 +66,13 @@ class Scheduler:
         self._ledger = ledger
         self._clock = clock
         self._scrub = scrub
-        self._prefixes = PrefixTable(ledger, keep=settings.keep_prefixes, scrub=scrub)
+        self._prefixes = PrefixTable(
+            ledger,
+            keep=settings.keep_prefixes,
+            scrub=scrub,
+            model=settings.fingerprint,
+            max_positions=settings.max_prefix_positions,
+        )
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(range(settings.max_slots))
