@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from common.config import load_config
-from common.errors import InvalidRequestError
+from common.errors import InvalidRequestError, QueueFullError
 from common.model_files import projection_path
 from common.types import Result, Strategy
 from inference_svc import model_loader
@@ -176,3 +176,32 @@ async def test_every_door_refuses_an_unknown_category_alike() -> None:
     assert sentences[0] == sentences[1]
     assert sentences[0].startswith("category: no class has the category 'refnud'; did you mean 'refund'?")
     assert "refnud" in response.text
+
+
+async def test_every_door_tells_a_tenant_at_its_limit_when_to_come_back() -> None:
+    """A tenant could pass its budget at one of the doors, or its client would not know that trying again helps."""
+    limits = {**ROUTER, "max_tenant_questions": 2}
+    async with open_cluster({"kev": {"router": limits}}) as cluster, cluster.client() as grpc_client:
+        cluster.runner.gate.clear()
+        held = await cluster.engine.submit(["one", "two"], tenant="acme")
+        sentences: list[str] = []
+        for asker in (cluster.engine, grpc_client):
+            with pytest.raises(QueueFullError, match="tenant 'acme' has 2 of 2 questions in flight") as caught:
+                await asker.submit(["three"], tenant="acme")
+            assert caught.value.retry_after_s > 0
+            sentences.append(str(caught.value))
+        assert sentences[0] == sentences[1]
+        transport = httpx.ASGITransport(create_app(cluster.engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://kev", timeout=20) as client:
+            refused = await client.post("/v1/query", json={"queries": ["three"], "tenant": "acme"})
+            assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "QUEUE_FULL")
+            assert int(refused.headers["retry-after"]) >= 1
+            never = await client.post("/v1/query", json={"queries": ["a", "b", "c"], "tenant": "acme"})
+            assert (never.status_code, "may have 2 in flight" in never.text) == (400, True)
+            other = await grpc_client.submit(["four"], tenant="other")
+            cluster.runner.gate.set()
+            await cluster.engine.wait(held)
+            await grpc_client.wait(other)
+            again = await client.post("/v1/query", json={"queries": ["three", "five"], "tenant": "acme"})
+            assert again.status_code == 200
+        assert (await cluster.engine.stats()).router.num_rejected == 3
