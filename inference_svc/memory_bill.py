@@ -30,7 +30,7 @@ _ROW_SCRATCH_BYTES = 2048 + 128
 """The linears' scratch per row beside the row itself in 16 bits (``linear.cpp``)."""
 _PASS_ROWS_PER_THREAD, _MAX_PASS_ROWS, _SLICE_OUTPUTS, _PREPARED_BYTES = 16, 48, 128, 132
 """Rows that threads work on by themselves, and their working memory (``forward.cpp``, ``forward_rows.cpp``)."""
-_LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS = 12, 96, 512 << 10, 2 * 96 + 32 + 256 + 2
+_LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS, _STEP = 12, 144, 512 << 10, 2 * 144 + 64 + 256 + 2, 64
 """The attention's scratch per thread (``attention_block.h``)."""
 _ROUTERS = (".gate.weight", ".router.weight")
 
@@ -209,9 +209,9 @@ def working_bytes(shape: ModelShape, load: Load) -> int:
         row = 2 * shape.hidden + min(2 * shape.mlp_width, _SLICE_OUTPUTS) + shape.mlp_width
         prepared = widest * 2 + _PREPARED_BYTES
         activations += load.num_threads * _MAX_PASS_ROWS * (row * _FLOAT_BYTES + prepared)
-    positions = load.max_context + 80
+    positions = _rounded(load.max_context + _STEP, _STEP) + 16
     scores = max(_LEAST_UNITS * positions * _FLOAT_BYTES, min(_MOST_UNITS * positions * _FLOAT_BYTES, _SCORE_BYTES))
-    attention = load.num_threads * (scores + _TILE_ROWS * _rounded(shape.head_size, 32) * _FLOAT_BYTES)
+    attention = load.num_threads * (scores + _TILE_ROWS * _rounded(shape.head_size, _STEP) * _FLOAT_BYTES)
     logits = shapes.decode_rows * (shape.vocabulary + shape.hidden) * _FLOAT_BYTES
     tables = shape.num_rotary_tables * load.max_context * shape.head_size * _FLOAT_BYTES
     return activations + attention + logits + tables

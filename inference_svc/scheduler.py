@@ -278,25 +278,41 @@ class Scheduler:
         return prefix.builder_id == sequence.sequence_id
 
     def _prefill_segments(self, first_row: int) -> list[Segment]:
-        """Whole segments, round after round over the questions, until no further one fits the forward's rows."""
+        """Whole segments that fit the forward's rows, of which those before ``first_row`` are questions that decode.
+
+        First come the questions that end their prompt here, in order of arrival and on at most half of the rows, so
+        that a short one need not wait for long ones; then the oldest, as far as the rows go, and the next. So no
+        question waits for ever, and a question's segments lie side by side, where they share what they read.
+        """
         ready = [sequence for sequence in self._running if self._may_prefill(sequence)]
-        cursors = {sequence.sequence_id: sequence.num_computed for sequence in ready}
-        shapes = self._settings.shapes
         segments: list[Segment] = []
-        used, packed = 0, True
-        while packed:
-            packed = False
-            for sequence in ready:
-                position = cursors[sequence.sequence_id]
-                if position >= self._prefill_limit(sequence):
-                    continue
-                size = sequence.next_cut(position, shapes.segment_tokens) - position
-                if used + size > shapes.prefill_rows:
-                    continue
-                segments.append(self._segment(sequence, position, size, first_row + used))
-                cursors[sequence.sequence_id] = position + size
-                used += size
-                packed = True
+        left = self._settings.shapes.prompt_rows(len(ready), first_row)
+        short = left // 2
+        later: list[Sequence] = []
+        for sequence in ready:
+            needed = self._prefill_limit(sequence) - sequence.num_computed
+            if needed > short:
+                later.append(sequence)
+                continue
+            segments += self._segments_of(sequence, first_row, needed)
+            first_row, left, short = first_row + needed, left - needed, short - needed
+        for sequence in later:
+            taken = self._segments_of(sequence, first_row, left)
+            segments += taken
+            used = sum(segment.num_rows for segment in taken)
+            first_row, left = first_row + used, left - used
+        return segments
+
+    def _segments_of(self, sequence: Sequence, row: int, room: int) -> list[Segment]:
+        """The next whole segments of one question that fit into so many rows."""
+        segments: list[Segment] = []
+        position, limit = sequence.num_computed, self._prefill_limit(sequence)
+        while position < limit:
+            size = sequence.next_cut(position, self._settings.shapes.segment_tokens) - position
+            if size > room:
+                break
+            segments.append(self._segment(sequence, position, size, row))
+            position, row, room = position + size, row + size, room - size
         return segments
 
     def _prefill_limit(self, sequence: Sequence) -> int:

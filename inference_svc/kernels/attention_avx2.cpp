@@ -15,12 +15,17 @@ KEV_TARGET_AVX2
 
 #include "vec_avx2.h"
 
+namespace kev {
+namespace {
+constexpr int MAX_ROWS = 6;    // of a product
+constexpr int PANEL_VECS = 2;  // registers of a row of a panel
+}  // namespace
+}  // namespace kev
+
 #include "attention_body.h"
 
 namespace kev {
 namespace {
-
-constexpr int MAX_ROWS = 6;
 
 void run(const AttentionBlock& block, const AttentionScratch& scratch, float* memory) {
   if (static_cast<Precision>(block.call->kv_type) == Precision::F32)

@@ -19,13 +19,19 @@ KEV_TARGET_AVX512
 
 #include "vec_avx512.h"
 
+namespace kev {
+namespace {
+constexpr int MAX_ROWS = 6;    // of a product
+constexpr int PANEL_VECS = 4;  // registers of a row of a panel
+}  // namespace
+}  // namespace kev
+
 #include "attention_body.h"
 
 namespace kev {
 namespace {
 
-constexpr int MAX_ROWS = 12;
-static_assert(PANEL == 32, "a panel of values is one register of pairs, twice");
+static_assert(PANEL % 32 == 0, "values are laid out in pairs of registers");
 
 struct PairCells {
   using Number = uint16_t;
@@ -53,19 +59,21 @@ struct PairCells {
   }
 
   static void put_values(const Number* const (&rows)[PACK], int64_t column, int64_t count, float* cells) {
-    const __m512i a = numbers(rows[0] + column, count), b = numbers(rows[1] + column, count);
     // Indices a0, b0, a1, b1, ...: 0 to 31 name the numbers of a, 32 to 63 those of b.
     const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i both = _mm512_or_si512(_mm512_slli_epi32(step, 16), step);
     const __m512i low = _mm512_add_epi32(both, _mm512_set1_epi32(32 << 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    _mm512_storeu_si512(cells, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(cells + LANES, _mm512_permutex2var_epi16(a, high, b));
+    for (int64_t i = 0; i < PANEL; i += 2 * LANES) {
+      const __m512i a = numbers(rows[0] + column + i, count - i), b = numbers(rows[1] + column + i, count - i);
+      _mm512_storeu_si512(cells + i, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(cells + i + LANES, _mm512_permutex2var_epi16(a, high, b));
+    }
   }
 
  private:
   static __m512i numbers(const Number* row, int64_t count) {
-    return _mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1, row);
+    return _mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1, row);
   }
   static Vec widened(__m256i numbers) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));

@@ -11,9 +11,9 @@
 
 namespace kev {
 
-constexpr int64_t MAX_BLOCK_UNITS = 96;
+constexpr int64_t MAX_BLOCK_UNITS = 144;
 constexpr int64_t MIN_BLOCK_UNITS = 12;    // that fit in the scratch, however long the context is
-constexpr int64_t POSITION_STEP = 32;      // tiles begin at multiples of it; twice the lanes of the widest variant
+constexpr int64_t POSITION_STEP = 64;      // tiles begin at multiples of it; the widest panel
 constexpr int64_t VALUE_POSITIONS = 256;   // of a tile of values
 constexpr int64_t SCORE_BYTES = 512 << 10;  // of a block with a long context: they stay in the second-level cache
 

@@ -1,10 +1,13 @@
-// One block of attention, in lanes. Include after one of vec_*.h.
+// One block of attention, in lanes. Include after one of vec_*.h, MAX_ROWS and PANEL_VECS.
 //
 // Invariants and semantics: scores and outputs are products of small matrices whose terms are summed one by one: over
 // the head for a score, over positions for an output, each number in a lane of its own. So neither the shape of a tile
 // nor the other units change its bits. Scores of the whole visible range are kept, so the softmax knows its maximum
 // before its first exponential; exponentials are summed by (position % lanes), then across the lanes in one fixed tree.
 // Positions that a unit does not see may be read for a neighbour that sees them, and never enter the unit's sums.
+//
+// A block of few units computes little for every number that it reads: there the products ask for the keys and values
+// that come next, so that memory and arithmetic are busy at once.
 //
 // A `Cells` says how numbers of the arena become lanes: a cell is 32 bits, and PACK how many numbers it holds: one
 // float, or two bfloat16.
@@ -20,18 +23,39 @@
 namespace kev {
 namespace {
 
-constexpr int PANEL_VECS = 2;
 constexpr int64_t PANEL = PANEL_VECS * LANES;  // keys of a tile, columns of a panel of values
 constexpr int64_t FETCH_AHEAD = 16;            // positions of values
+constexpr int64_t CACHE_LINE = 64;
+
+// Asks for lines of memory one by one: `row_bytes` of every `stride`.
+class Ahead {
+ public:
+  Ahead() = default;
+  Ahead(const void* rows, int64_t row_bytes, int64_t stride)
+      : row_(static_cast<const char*>(rows)), row_bytes_(row_bytes), stride_(stride) {}
+  void line() {
+    __builtin_prefetch(row_ + offset_, 0, 2);
+    offset_ += CACHE_LINE;
+    if (offset_ < row_bytes_) return;
+    offset_ = 0;
+    row_ += stride_;
+  }
+
+ private:
+  const char* row_ = nullptr;
+  int64_t row_bytes_ = 0, stride_ = 0, offset_ = 0;
+};
 
 // c[r, j] = (KEEP ? c[r, j] : 0) + sum over i of a[r, i] . b[i, j], one i after the other; times `scale` unless KEEP.
-template <class Cells, int ROWS, int VECS, bool KEEP>
+// Asks for FETCH lines on the way.
+template <class Cells, int ROWS, int VECS, bool KEEP, int FETCH>
 __attribute__((noinline)) void multiply(const float* a, int64_t lda, const float* b, int64_t steps, float scale,
-                                        float* c, int64_t ldc) {
+                                        float* c, int64_t ldc, [[maybe_unused]] Ahead* ahead) {
   Vec sum[ROWS][VECS];
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECS; ++v) sum[r][v] = KEEP ? vload(c + r * ldc + v * LANES) : vsplat(0.0f);
   for (int64_t i = 0; i < steps; ++i) {
+    for (int line = 0; line < FETCH; ++line) ahead->line();
     Vec columns[VECS];
     for (int v = 0; v < VECS; ++v) columns[v] = vload(b + i * PANEL + v * LANES);
     for (int r = 0; r < ROWS; ++r) {
@@ -41,6 +65,16 @@ __attribute__((noinline)) void multiply(const float* a, int64_t lda, const float
   }
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECS; ++v) vstore(c + r * ldc + v * LANES, KEEP ? sum[r][v] : sum[r][v] * vsplat(scale));
+}
+
+using Product = void (*)(const float*, int64_t, const float*, int64_t, float, float*, int64_t, Ahead*);
+
+// The product for as many registers of columns as hold `count` columns, at most PANEL.
+template <class Cells, int ROWS, bool KEEP, int FETCH, int VECS = PANEL_VECS>
+inline Product product_of(int64_t count) {
+  if constexpr (VECS > 1)
+    if (count <= (VECS - 1) * LANES) return product_of<Cells, ROWS, KEEP, FETCH, VECS - 1>(count);
+  return multiply<Cells, ROWS, VECS, KEEP, FETCH>;
 }
 
 // Calls body(size, first) for groups of units that are computed together; the size is a compile-time constant.
@@ -67,6 +101,9 @@ class BlockRun {
         steps_((call_.head_size + Cells::PACK - 1) / Cells::PACK),
         head_(scratch.head),
         stride_(AttentionScratch::stride(end_ - low_)),
+        row_bytes_(call_.head_size * static_cast<int64_t>(sizeof(Number))),
+        row_stride_(row_bytes_ * call_.num_kv_heads),
+        few_(units_ <= Cells::ROWS),
         nothing_(reinterpret_cast<Number*>(memory + scratch.nothing)),
         queries_(memory + scratch.queries),
         keys_(memory + scratch.keys),
@@ -84,12 +121,15 @@ class BlockRun {
     for (int64_t tile = base_; tile < end_; tile += PANEL) score(tile);
     for (int64_t u = 0; u < units_; ++u) totals_[u] = weigh(scores_ + u * stride_, lows_[u] - base_, ends_[u] - base_);
     std::memset(sums_, 0, static_cast<size_t>(units_ * head_) * sizeof(float));
-    for (int64_t tile = base_; tile < end_; tile += VALUE_POSITIONS) mix(tile);
+    for (int64_t tile = base_; tile < end_; tile += value_step()) mix(tile);
     for (int64_t u = 0; u < units_; ++u) finish(u);
   }
 
  private:
   using Number = typename Cells::Number;
+  // Lines that a step asks for, half of a tile: laying out the tile before has asked for the other half.
+  static constexpr int LINES_AT_LEAST = static_cast<int>(PANEL * Cells::PACK * sizeof(Number) / CACHE_LINE / 2);
+  static constexpr int LINES = LINES_AT_LEAST > 0 ? LINES_AT_LEAST : 1;
 
   int64_t row(int64_t u) const { return segment_.row + (block_.first + u) / block_.group(); }
   int64_t head(int64_t u) const { return block_.kv_head * block_.group() + (block_.first + u) % block_.group(); }
@@ -103,30 +143,41 @@ class BlockRun {
     return static_cast<const Number*>(arena) + (at * call_.num_kv_heads + block_.kv_head) * call_.head_size;
   }
 
+  // What follows `position`; where that is elsewhere, asking for it is vain and harmless.
+  Ahead ahead_of(const void* arena, int64_t position) const {
+    return position < end_ ? Ahead(place(arena, position), row_bytes_, row_stride_) : Ahead(nothing_, row_bytes_, 0);
+  }
+
   // Scores of PANEL positions from `tile` on, for every unit that sees any of them.
   void score(int64_t tile) {
-    const bool whole = end_ - tile > LANES;
-    for (int64_t key = 0; key < (whole ? PANEL : LANES); key += LANES) transpose_keys(tile + key, keys_ + key);
+    const int64_t count = least(end_ - tile, PANEL);
+    ahead_ = tile + PANEL < end_ ? ahead_of(call_.keys, tile + PANEL) : ahead_of(call_.values, low_);
+    for (int64_t key = 0; key < count; key += LANES) transpose_keys(tile + key, keys_ + key);
     in_groups<Cells::ROWS>(units_, [&](auto size, int64_t u) {
       constexpr int ROWS = decltype(size)::value;
       if (tile >= ends_[u + ROWS - 1] || tile + PANEL <= lows_[u]) return;
-      const auto product = whole ? multiply<Cells, ROWS, PANEL_VECS, false> : multiply<Cells, ROWS, 1, false>;
-      product(queries_ + u * head_, head_, keys_, steps_, call_.scale, scores_ + u * stride_ + tile - base_, stride_);
+      const Product product = few_ ? product_of<Cells, ROWS, false, LINES>(count)
+                                   : product_of<Cells, ROWS, false, 0>(least(count, ends_[u + ROWS - 1] - tile));
+      product(queries_ + u * head_, head_, keys_, steps_, call_.scale, scores_ + u * stride_ + tile - base_, stride_,
+              &ahead_);
     });
   }
 
-  // Writes the keys of LANES positions as columns, and asks for those of the next tile.
+  // Writes the keys of LANES positions as columns, and asks for those of the next tile unless the products do.
   void transpose_keys(int64_t position, float* columns) {
     const Number *rows[LANES], *next[LANES];
     for (int i = 0; i < LANES; ++i) {
       rows[i] = place(call_.keys, position + i);
-      next[i] = place(call_.keys, position + PANEL + i);
+      next[i] = few_ ? rows[i] : place(call_.keys, position + PANEL + i);
     }
     int64_t cell = 0;
     for (; cell + LANES <= call_.head_size / Cells::PACK; cell += LANES) {
       transpose_cells(rows, cell, LANES * Cells::PACK, columns, LANES);
-      if (cell * Cells::PACK * sizeof(Number) % 64 != 0) continue;
-      for (int i = 0; i < LANES; ++i) __builtin_prefetch(next[i] + cell * Cells::PACK);
+      if (cell * Cells::PACK * sizeof(Number) % CACHE_LINE != 0) continue;
+      if (few_)
+        for (int i = 0; i < LANES / 2; ++i) ahead_.line();
+      else
+        for (int i = 0; i < LANES; ++i) __builtin_prefetch(next[i] + cell * Cells::PACK);
     }
     if (cell < steps_) transpose_cells(rows, cell, call_.head_size - cell * Cells::PACK, columns, steps_ - cell);
   }
@@ -171,9 +222,13 @@ class BlockRun {
     return vselect(vwithout(vfirst(end - position), vfirst(low - position)), x, vsplat(other));
   }
 
+  // Positions of a tile of values: few when memory is what few units wait for.
+  int64_t value_step() const { return few_ ? POSITION_STEP : VALUE_POSITIONS; }
+
   // Adds the weighted values of a tile of positions.
   void mix(int64_t tile) {
-    const int64_t stop = least(tile + VALUE_POSITIONS, end_);
+    const int64_t stop = least(tile + value_step(), end_);
+    ahead_ = ahead_of(call_.values, stop);
     for (int64_t p = most(tile, low_ / Cells::PACK * Cells::PACK); p < stop; p += Cells::PACK) pack_values(tile, p);
     for (int64_t column = 0; column < call_.head_size; column += PANEL) {
       in_groups<Cells::ROWS>(units_, [&](auto size, int64_t u) {
@@ -194,12 +249,14 @@ class BlockRun {
     const Number *rows[Cells::PACK], *next[Cells::PACK];
     for (int i = 0; i < Cells::PACK; ++i) {
       rows[i] = place(call_.values, position + i);
-      next[i] = place(call_.values, position + FETCH_AHEAD + i);
+      next[i] = few_ ? rows[i] : place(call_.values, position + FETCH_AHEAD + i);
     }
     int64_t column = 0;
     for (; column + PANEL <= call_.head_size; column += PANEL) {
       Cells::put_values(rows, column, PANEL, panel(tile, column, position));
-      for (int i = 0; i < Cells::PACK; ++i) __builtin_prefetch(next[i] + column);
+      for (int i = 0; i < Cells::PACK; ++i)
+        if (few_) ahead_.line();
+        else __builtin_prefetch(next[i] + column);
     }
     if (column < call_.head_size)
       Cells::put_values(rows, column, call_.head_size - column, panel(tile, column, position));
@@ -214,10 +271,11 @@ class BlockRun {
   // Positions [from, to), PANEL columns.
   template <int ROWS>
   void mix_group(int64_t tile, int64_t column, int64_t u, int64_t from, int64_t to) {
-    const auto product = call_.head_size - column > LANES ? multiply<Cells, ROWS, PANEL_VECS, true>
-                                                          : multiply<Cells, ROWS, 1, true>;
+    const int64_t count = call_.head_size - column;
+    const Product product =
+        few_ ? product_of<Cells, ROWS, true, LINES>(count) : product_of<Cells, ROWS, true, 0>(count);
     product(scores_ + u * stride_ + (from - base_) / Cells::PACK, stride_, panel(tile, column, from),
-            (to - from) / Cells::PACK, 1.0f, sums_ + u * head_ + column, head_);
+            (to - from) / Cells::PACK, 1.0f, sums_ + u * head_ + column, head_, &ahead_);
   }
 
   // The same for one unit, whose positions may begin or end inside a cell.
@@ -257,7 +315,10 @@ class BlockRun {
   const int64_t base_;       // position of the first score
   const int64_t steps_;      // cells of a head
   const int64_t head_, stride_;
+  const int64_t row_bytes_, row_stride_;  // of a position in the arena
+  const bool few_;                        // units: one group of them
   Number* nothing_;  // a row of zeros
+  Ahead ahead_;      // of the values
   float *queries_, *keys_, *values_, *sums_, *scores_;
   int64_t lows_[MAX_BLOCK_UNITS], ends_[MAX_BLOCK_UNITS];  // of the positions that a unit sees
   float totals_[MAX_BLOCK_UNITS];

@@ -1,12 +1,17 @@
 // Attention on any CPU: bfloat16 keys and values are widened to floats, which loses nothing.
 #include "vec_portable.h"
 
+namespace kev {
+namespace {
+constexpr int MAX_ROWS = 4;    // of a product
+constexpr int PANEL_VECS = 2;  // registers of a row of a panel
+}  // namespace
+}  // namespace kev
+
 #include "attention_body.h"
 
 namespace kev {
 namespace {
-
-constexpr int MAX_ROWS = 4;
 
 void run(const AttentionBlock& block, const AttentionScratch& scratch, float* memory) {
   if (static_cast<Precision>(block.call->kv_type) == Precision::F32)

@@ -29,6 +29,7 @@ POISON_ID = 1
 """Never in a prompt; its embedding turns NaN where the embeddings of neighbours are poisoned."""
 SEGMENT = 16
 PREFILL_ROWS = 32
+"""Also where rows are ragged, so that most prompts take several forwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,9 @@ class Crowd:
 
     def __post_init__(self) -> None:
         geometry = self.model.geometry
-        shapes = self.shapes or self.model.shapes(self.max_slots, PREFILL_ROWS, SEGMENT)
+        shapes = self.shapes or replace(
+            self.model.shapes(self.max_slots, PREFILL_ROWS, SEGMENT), prefill_rows=PREFILL_ROWS
+        )
         self.ledger = KVLedger(self.num_positions, self.model.alignment_positions)
         self.cache = KVCache(geometry, self.num_positions, self.model.dtype, self.model.device)
         forward = self.model.forward_over(self.cache, shapes)

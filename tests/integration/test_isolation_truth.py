@@ -102,7 +102,8 @@ def test_neighbours_that_come_and_go_change_no_bit(name: str, form: Form) -> Non
     crowd.add(Ask(prompt(4, seed=1), max_tokens=2))
     index = crowd.add(target)
     doomed = crowd.add(Ask(prompt(50, seed=2), max_tokens=60))
-    late = crowd.add(Ask(prompt(30, seed=4), max_tokens=60, time_budget_ms=5_000))
+    endless = SamplingParams(max_tokens=60, ignore_eos=True)
+    late = crowd.add(Ask(prompt(30, seed=4), sampling=endless, time_budget_ms=5_000))
     for step in range(12):
         crowd.step()
         if step == 5:

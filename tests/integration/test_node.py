@@ -186,7 +186,7 @@ def test_the_forward_log_has_one_line_per_forward(tmp_path: Path) -> None:
     assert all(line["overlaps"] == line["cross_visible_pairs"] == line["truncations"] == 0 for line in lines)
     first = lines[0]
     assert (first["kind"], first["rows"], first["used_rows"]) == ("prefill", 32, 23)
-    assert [channel["rows"] for channel in first["channels"]] == [[0, 16], [16, 19], [19, 23]]
+    assert [channel["rows"] for channel in first["channels"]] == [[0, 3], [3, 19], [19, 23]]
     assert all(len(line["digest"]) == 64 for line in lines)
 
 

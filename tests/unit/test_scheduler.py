@@ -43,11 +43,18 @@ class Letters:
 class Rig:
     """A scheduler with books of what it planned."""
 
-    def __init__(self, max_slots: int = 3, num_positions: int = 400, keep: bool = False, reserve: bool = False) -> None:
+    def __init__(
+        self,
+        max_slots: int = 3,
+        num_positions: int = 400,
+        keep: bool = False,
+        reserve: bool = False,
+        ragged: bool = False,
+    ) -> None:
         self.clock = ManualClock()
         self.ledger = KVLedger(num_positions)
         self.scrubbed: list[Extent] = []
-        shapes = ForwardShapes.of(max_slots, prefill_rows=32, segment_tokens=16)
+        shapes = ForwardShapes.of(max_slots, prefill_rows=32, segment_tokens=16, ragged=ragged)
         self.settings = SchedulerSettings(
             node_id="n",
             max_slots=max_slots,
@@ -117,7 +124,9 @@ class Rig:
     def check(self, plan: StepPlan) -> None:
         """What holds for every plan."""
         shapes = self.settings.shapes
-        assert plan.num_rows == (shapes.prefill_rows if plan.kind is StepKind.PREFILL else shapes.decode_rows)
+        fixed = shapes.prefill_rows if plan.kind is StepKind.PREFILL else shapes.decode_rows
+        assert plan.num_rows == (plan.num_used if shapes.ragged else fixed)
+        assert plan.num_used <= shapes.max_rows
         row = 0
         for segment in plan.segments:
             assert segment.row == row, "segments are packed without gaps"
@@ -140,6 +149,15 @@ class Rig:
 
     def text(self, index: int) -> str:
         return "".join(e.text for e in self.events if isinstance(e, ChannelDelta) and e.question_index == index)
+
+
+def rows_of(plan: StepPlan | None) -> dict[int, int]:
+    """Rows of each question in a plan."""
+    assert plan is not None
+    rows: Counter[int] = Counter()
+    for segment in plan.segments:
+        rows[segment.sequence_id] += segment.num_rows
+    return dict(rows)
 
 
 _QUESTION = st.tuples(st.integers(1, 70), st.integers(1, 20), st.integers(0, 4), st.sampled_from("rrrcte"))
@@ -334,3 +352,43 @@ def test_a_failed_question_leaves_its_neighbour_alone() -> None:
     rig.run()
     assert rig.results()[bad].finish_reason is FinishReason.ERROR
     assert rig.results()[good].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_short_prompt_does_not_wait_for_long_ones(ragged: bool) -> None:
+    """It ends in the first forward, on its half of the rows; the oldest goes on with the others."""
+    rig = Rig(max_slots=4, num_positions=1000, ragged=ragged)
+    rows = rig.settings.shapes.prefill_rows
+    old, young, short = rig.add(110), rig.add(110), rig.add(7)
+    found = rows_of(rig.step())
+    assert found[short] == 7
+    assert found[old] >= rows // 2 - 7 and found[old] >= found.get(young, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompts=st.lists(st.integers(1, 100), min_size=2, max_size=9), ragged=st.booleans())
+def test_the_oldest_prompt_always_goes_on(prompts: list[int], ragged: bool) -> None:
+    """However many short ones come: at least half of the rows are its own as long as it needs them, in one run."""
+    rig = Rig(max_slots=9, num_positions=2000, ragged=ragged)
+    oldest = rig.add(100, max_tokens=1)
+    for size in prompts:
+        rig.add(size, max_tokens=1)
+    left = 100
+    while left:
+        plan = rig.step()
+        assert plan is not None
+        if plan.kind is StepKind.DECODE:
+            continue
+        own = [segment for segment in plan.segments if segment.sequence_id == oldest]
+        found = sum(segment.num_rows for segment in own)
+        assert found >= min(left, rig.settings.shapes.prefill_rows // 2)
+        assert own[-1].row + own[-1].num_rows - own[0].row == found, "side by side"
+        left -= found
+
+
+def test_ragged_rows_for_prompts_follow_who_waits() -> None:
+    """All of them while nobody decodes; beside decoding questions the share of those that wait, at least half."""
+    shapes = ForwardShapes.of(8, prefill_rows=128, segment_tokens=64, ragged=True)
+    assert [shapes.prompt_rows(*waiting) for waiting in ((1, 0), (7, 1), (4, 4), (1, 7))] == [512, 448, 256, 256]
+    assert ForwardShapes.of(8, prefill_rows=128, segment_tokens=64).prompt_rows(1, 7) == 128
+    assert ForwardShapes.of(8, prefill_rows=8, segment_tokens=8, ragged=True).prompt_rows(1, 7) == 16
