@@ -110,6 +110,8 @@ _FAQ_TOKENS = 16
 _FAQ = Lengths(median=_FAQ_TOKENS)
 _SHORT = Lengths(median=16, spread=0.3, most=60)
 _REPLY = Lengths(median=24, spread=0.6)
+_URGENT = 50
+"""Steps of priority; a head start of 5 s with the default step."""
 
 
 def _mix(load: float, *kinds: Kind, rhythm: Rhythm | None = None) -> Make:
@@ -285,6 +287,31 @@ def _bursts() -> Story:
     )
 
 
+def _priorities() -> Story:
+    """A tenth of the questions is urgent, at a load at which everybody waits."""
+    normal = replace(_kind("normal", 0.9, _ANYTHING, _SHORT), timeout_ms=120_000)
+    urgent = replace(normal, name="urgent", share=0.1)
+    return Story(
+        name="priority",
+        title="A tenth of the questions is urgent, and the node is full",
+        focus="urgent",
+        worlds={
+            "calm": _mix(0.97, normal, urgent),
+            "told": _mix(0.97, normal, replace(urgent, priority=_URGENT)),
+        },
+        cases=(
+            Case(label="all alike", world="calm", strategy=Strategy.CONSISTENT_HASH),
+            Case(label=f"priority {_URGENT}", world="told", strategy=Strategy.CONSISTENT_HASH),
+            Case(
+                label=f"priority {_URGENT}, 64 channels",
+                world="told",
+                strategy=Strategy.CONSISTENT_HASH,
+                router=replace(ROUTER, channel_pool_size=64),
+            ),
+        ),
+    )
+
+
 _MAKERS: Mapping[str, Callable[[], Story]] = {
     "mix": _mixed,
     "hot": _hot,
@@ -293,6 +320,7 @@ _MAKERS: Mapping[str, Callable[[], Story]] = {
     "hostile": _hostile,
     "stall": _stalling,
     "burst": _bursts,
+    "priority": _priorities,
 }
 NAMES = tuple(_MAKERS)
 """In the order of the report."""

@@ -8,7 +8,7 @@ Not here: what is asked (``arrivals``).
 
 from __future__ import annotations
 
-import random
+import zlib
 from functools import cache
 
 from common.tokenization import TooManyTokens
@@ -38,7 +38,7 @@ class WordTokenizer:
 
 @cache
 def _token_id(word: str) -> int:
-    return random.Random(word).getrandbits(20)
+    return zlib.crc32(word.encode())
 
 
 class Vocabulary:
