@@ -160,6 +160,17 @@ def test_retry_after_follows_the_pace() -> None:
     assert pool.retry_after_s(1) < 2.0, "an idle hour is not the pace"
 
 
+def test_only_time_with_work_counts_for_the_pace() -> None:
+    """Clients would be told to come back in an hour because nobody asked for an hour, or at once."""
+    pool = pool_of(num_channels=1, size=8)
+    for question, at_s in enumerate((0.0, 100.0, 5000.0, 9000.0)):
+        pool.place(question, to(0), now_s=at_s)
+        pool.release(question, now_s=at_s + 2.0)
+        assert pool.retry_after_s(1) == pytest.approx(2.0)
+        assert pool.retry_after_s(3, at_s + 50.0) == pytest.approx(6.0)
+    assert pool.releases_per_s() == pytest.approx(0.5)
+
+
 def test_shortage_counts_channels_and_queue() -> None:
     """A refusal would cost the tokenization of the whole request, or a request that fits would be refused."""
     pool = pool_of(num_channels=2, size=2, overflow=1)

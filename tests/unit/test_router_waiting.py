@@ -192,3 +192,26 @@ async def test_a_priority_is_a_head_start_in_the_overflow_queue() -> None:
             await turns()
             order.append(house.work.keys[-1][0])
         assert order == ["urgent", "batch", "late", "last"]
+
+
+async def test_a_cancelled_probe_says_nothing_of_its_channel() -> None:
+    """A channel on which everything fails would be taken back because a client left."""
+    house = House(channel_queue_size=8, breaker_queue_length=8, breaker_min_outcomes=2, breaker_cooldown_ms=0)
+    for number, reason in enumerate([FinishReason.ERROR] * 2 + [FinishReason.CANCELLED]):
+        await house.router.submit(spec_of(f"r{number}", texts=["the same"], strategy=Strategy.SEMANTIC_HASH))
+        house.end(f"r{number}", 0, reason)
+        house.clock.advance(1.0)
+    assert {channel.breaker for channel in house.router.channels()} == {BreakerState.HALF_OPEN, BreakerState.CLOSED}
+    await house.router.submit(spec_of("probe", texts=["the same"], strategy=Strategy.SEMANTIC_HASH))
+    house.end("probe", 0, FinishReason.STOP)
+    assert {channel.breaker for channel in house.router.channels()} == {BreakerState.CLOSED}
+
+
+async def test_a_hot_bucket_is_told_with_the_channel_it_belongs_to() -> None:
+    """The channel that the breaker happened to choose would be taken for the hot one."""
+    house = House(channel_pool_size=8, channel_queue_size=8, hot_spot_min_questions=2)
+    await house.router.submit(spec_of("hot", texts=["the same"] * 8, strategy=Strategy.SEMANTIC_HASH))
+    routes = [question.route for question in house.registry.records["hot"].questions]
+    assert routes[-1].diverted_from == routes[0].channel_id
+    [spot] = house.router.stats().hot_spots
+    assert (spot.channel_id, spot.num_questions) == (routes[0].channel_id, 8)
