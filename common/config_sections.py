@@ -263,7 +263,7 @@ class IsolationConfig(Section):
     knowledge_prefix: str = ""
     """The operator's text in front of every prompt."""
     replay_rate: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of answers that are computed again, alone, and compared; others wait meanwhile. A difference fails one."""
+    """Share of answers that are held back, computed again alone, and compared; a difference fails the answer."""
 
 
 class CoreConfig(Section):
@@ -297,6 +297,8 @@ class CoreConfig(Section):
     """Where the model runs; in mode multi_gpu, deploy.devices says it."""
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     """Processes that hold a part of the model each (on torch), for models too large for one device; 1: whole."""
+    compile: bool = False
+    """Compile the forward at the start (backends cpu and flex): fewer, larger kernels; CUDA graphs on a GPU."""
     cache_dir: str = ""
     """Directory for converted models; empty is the user's cache directory."""
     keep_packed: bool = True

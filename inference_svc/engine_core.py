@@ -53,11 +53,28 @@ class EngineCore:
     def step(self) -> list[ChannelEvent]:
         """One schedule, one forward, one update; returns what there is to report."""
         plan = self.scheduler.schedule()
-        if plan is None:
-            return self.scheduler.take_events()
-        events = self.scheduler.update(plan, self._execute(plan))
+        events = self.scheduler.take_events() if plan is None else self.scheduler.update(plan, self._execute(plan))
         ended = self.scheduler.take_ended()
-        return events if self._replayer is None else self._replayer.checked(events, ended)
+        if self._replayer is None:
+            return events
+        return self._replayer.hold_back(events, ended) + self._replayer.advance()
+
+    @property
+    def has_work(self) -> bool:
+        """A step would do something."""
+        return self.scheduler.has_work or self.is_replaying
+
+    @property
+    def is_replaying(self) -> bool:
+        """Answers wait for their replay."""
+        return self._replayer is not None and self._replayer.has_work
+
+    def fail_all(self, error: KevError) -> list[ChannelEvent]:
+        """End every question with an error outcome; answers that wait for their replay go out."""
+        events = self.scheduler.fail_all(error)
+        if self._replayer is None:
+            return events
+        return self._replayer.hold_back(events, ()) + self._replayer.give_up()
 
     def _execute(self, plan: StepPlan) -> StepOutput:
         try:
@@ -143,7 +160,7 @@ class EngineThread:
         try:
             while self._obey():
                 self._report(self._core.step())
-            self._report(self._core.scheduler.fail_all(EngineDeadError("the engine was shut down")))
+            self._report(self._core.fail_all(EngineDeadError("the engine was shut down")))
         except Exception as error:
             _LOG.exception("the engine thread ends")
             told = EngineDeadError("the engine has ended after an internal error; restart Kev")
@@ -153,11 +170,11 @@ class EngineThread:
 
     def _obey(self) -> bool:
         """Carry out waiting commands, sleeping while there is nothing to do. False: stop."""
-        scheduler = self._core.scheduler
+        core, scheduler = self._core, self._core.scheduler
         with self._wake:
-            while not self._inbox and not scheduler.has_work and not self._stopping:
+            while not self._inbox and not core.has_work and not self._stopping:
                 self._wake.wait()
-            if not self._inbox and not scheduler.num_running and not self._stopping:
+            if not self._inbox and not scheduler.num_running and not core.is_replaying and not self._stopping:
                 self._wake.wait(_IDLE_WAIT_S)
             commands, self._inbox = self._inbox, deque()
             stopping = self._stopping

@@ -1,9 +1,11 @@
 """Replay: a share of the answers is computed again, alone, and compared with what the question got in company.
 
-Invariants and semantics: which questions are replayed depends on their ids alone. A replay runs between two steps over
-free KV of the same arena, at level strict and without a neighbour; running questions keep theirs and wait. Tokens and
-the logits of the chosen tokens are compared bit for bit; an answer that differs is replaced by an error and counted.
-A replay that finds no room is skipped, not counted.
+Invariants and semantics: which questions are replayed depends on their ids alone. A replay has forwards of its own,
+one after each step of the engine, at level strict, over free KV of the same arena: neighbours go on meanwhile, each of
+their steps one such forward later. Nothing of a replayed question's answer, neither text nor outcome, leaves before
+the replay has ended. Tokens and the logits of the chosen tokens are compared bit for bit; an answer that differs is
+replaced by an error and counted. A replay that finds no room, fails by itself or outlives the question's budget is
+given up and not counted: the answer then goes out as it is.
 
 Not here: the first computation (``engine_core``), proof without traffic (``verify``).
 """
@@ -11,14 +13,15 @@ Not here: the first computation (``engine_core``), proof without traffic (``veri
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Protocol
 
-from common.errors import IsolationViolationError
+from common.errors import EngineDeadError, IsolationViolationError
 from common.ports import Clock
-from common.types import ChannelEvent, ChannelResult, FinishReason, Verdict
+from common.types import ChannelEvent, ChannelResult, ChannelStarted, FinishReason, Verdict
 from inference_svc.answer import AnswerText, NoText
 from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.scheduler import Scheduler, SchedulerSettings
@@ -53,6 +56,22 @@ class Difference:
     """Over the chosen tokens that both have; infinite when the tokens differ."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """A replay on its way."""
+
+    question: Question
+    again: Question
+    scheduler: Scheduler
+    started: bool = False
+    failed: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """As many tokens as the answer has."""
+        return len(self.again.output_ids) >= len(self.question.output_ids)
+
+
 class Replayer:
     """Belongs to the engine thread."""
 
@@ -82,33 +101,72 @@ class Replayer:
         self._clock = clock
         self._scrub = scrub
         self._next_id = -1
+        self._withheld: dict[tuple[str, int], list[ChannelEvent]] = {}
+        self._queue: deque[Question] = deque()
+        self._run: _Run | None = None
         self.num_replayed = 0
         self.num_violations = 0
+
+    @property
+    def has_work(self) -> bool:
+        """A replay is on its way or waits."""
+        return self._run is not None or bool(self._queue)
 
     def is_chosen(self, request_id: str, question_index: int) -> bool:
         """Whether this question belongs to the share; the same on every node and in every attempt."""
         digest = sha256(f"{request_id}\0{question_index}".encode()).digest()
         return int.from_bytes(digest[:4], "little") < self._threshold
 
-    def checked(self, events: list[ChannelEvent], ended: Sequence[Question]) -> list[ChannelEvent]:
-        """The events, with an error in the place of each answer that a replay refutes."""
-        refuted: dict[tuple[str, int], IsolationViolationError] = {}
-        for question in ended:
-            if self.is_chosen(*question.item.key):
-                difference = self._replay(question)
-                if difference is not None:
-                    refuted[question.item.key] = _violation(question, difference)
-        if not refuted:
-            return events
-        return [
-            _refused(event, refuted[event.request_id, event.question_index])
-            if isinstance(event, ChannelResult) and (event.request_id, event.question_index) in refuted
-            else event
-            for event in events
-        ]
+    def hold_back(self, events: Sequence[ChannelEvent], ended: Sequence[Question]) -> list[ChannelEvent]:
+        """What may go out now: all but the answers that are to be replayed.
 
-    def _replay(self, question: Question) -> Difference | None:
-        """Compute the question alone; None when nothing differs or there is no room."""
+        Args:
+            events: of one step, in order.
+            ended: questions that ended by their own rules in it; others (cancelled, failed) are not replayed.
+        """
+        self._queue.extend(question for question in ended if self.is_chosen(*question.item.key))
+        to_replay = {question.item.key for question in ended}
+        passing: list[ChannelEvent] = []
+        for event in events:
+            key = event.request_id, event.question_index
+            if isinstance(event, ChannelStarted) or not self.is_chosen(*key):
+                passing.append(event)
+                continue
+            self._withheld.setdefault(key, []).append(event)
+            if isinstance(event, ChannelResult) and key not in to_replay:
+                passing += self._withheld.pop(key)
+        return passing
+
+    def advance(self) -> list[ChannelEvent]:
+        """One forward of the replay in turn; what it releases.
+
+        Raises:
+            EngineDeadError: no forward can run any more.
+        """
+        if self._run is None:
+            if not self._queue:
+                return []
+            self._run = self._begun(self._queue.popleft())
+        run = self._run
+        if self._clock.monotonic() >= run.question.deadline_s:
+            run.failed = True
+        elif not run.complete and self._step(run):
+            return []
+        return self._ended(run)
+
+    def give_up(self) -> list[ChannelEvent]:
+        """Release every answer without its replay: the engine ends."""
+        events: list[ChannelEvent] = []
+        if self._run is not None:
+            self._run.failed = True
+            events += self._ended(self._run)
+        self._queue.clear()
+        for withheld in self._withheld.values():
+            events += withheld
+        self._withheld.clear()
+        return events
+
+    def _begun(self, question: Question) -> _Run:
         again = Question(
             sequence_id=self._next_id,
             item=replace(question.item, num_shared=0, time_budget_ms=_BUDGET_MS),
@@ -120,22 +178,43 @@ class Replayer:
         self._next_id -= 1
         alone = Scheduler(self._settings, self._ledger, self._clock, self._scrub)
         alone.add(again)
-        started = False
-        while len(again.output_ids) < len(question.output_ids):
-            plan = alone.schedule()
-            if plan is None:
-                break
-            started = True
-            alone.update(plan, self._runner.execute(plan))
-        alone.cancel(*again.item.key)
-        self._runner.drop(again.sequence_id)
-        if not started:
-            _LOG.info("no room to replay %s[%d]", *question.item.key)
-            return None
+        return _Run(question, again, alone)
+
+    def _step(self, run: _Run) -> bool:
+        """One forward; False when there is none left."""
+        plan = run.scheduler.schedule()
+        if plan is None:
+            return False
+        run.started = True
+        try:
+            output = self._runner.execute(plan)
+        except EngineDeadError:
+            raise
+        except Exception:
+            _LOG.exception("a replay of %s[%d] failed", *run.question.item.key)
+            run.failed = True
+            return False
+        run.failed = bool(output.errors)
+        run.scheduler.update(plan, output)
+        return not run.failed and not run.complete
+
+    def _ended(self, run: _Run) -> list[ChannelEvent]:
+        """Free what the replay holds, and release the answer or an error in its place."""
+        self._run = None
+        key = run.question.item.key
+        run.scheduler.cancel(*key)
+        self._runner.drop(run.again.sequence_id)
+        withheld = self._withheld.pop(key, [])
+        if run.failed or not run.started:
+            _LOG.info("%s[%d] was not replayed: no room, no time, or the replay failed", *key)
+            return withheld
         self.num_replayed += 1
-        found = difference(question, again)
-        self.num_violations += found is not None
-        return found
+        found = difference(run.question, run.again)
+        if found is None:
+            return withheld
+        self.num_violations += 1
+        error = _violation(run.question, found)
+        return [_refused(event, error) for event in withheld if isinstance(event, ChannelResult)]
 
 
 def difference(one: Question, other: Question) -> Difference | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from common.clock import ManualClock
-from common.types import ChannelResult, IsolationLevel, Prompt, SamplingParams, WorkItem
+from common.types import ChannelEvent, ChannelResult, IsolationLevel, Prompt, SamplingParams, WorkItem
 from inference_svc.answer import AnswerText, NoText
 from inference_svc.engine_core import EngineCore
 from inference_svc.kernels.layout import Precision
@@ -77,6 +77,7 @@ class Crowd:
     ledger: KVLedger = field(init=False)
     runner: ModelRunner = field(init=False)
     plans: list[StepPlan] = field(init=False, default_factory=list)
+    events: list[ChannelEvent] = field(init=False, default_factory=list)
     poisoned_rows: torch.Tensor | None = field(init=False, default=None)
     poisoned_sequences: set[int] = field(init=False, default_factory=set)
 
@@ -139,7 +140,9 @@ class Crowd:
 
     def step(self) -> None:
         """One step."""
-        for event in self.core.step():
+        events = self.core.step()
+        self.events += events
+        for event in events:
             if isinstance(event, ChannelResult):
                 self.traces[event.question_index].result = event
         self.core.scheduler.check_integrity()
@@ -210,7 +213,7 @@ class Crowd:
     def finish(self, max_steps: int = 2000) -> list[Trace]:
         """Step until nothing is left."""
         for _ in range(max_steps):
-            if not self.core.scheduler.has_work:
+            if not self.core.has_work:
                 return self.traces
             self.step()
         raise AssertionError("the engine did not come to an end")

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.types import ChannelResult, FinishReason, SamplingParams, Verdict
+from common.errors import EngineDeadError
+from common.types import ChannelDelta, ChannelResult, ChannelStarted, FinishReason, SamplingParams, Verdict
 from inference_svc.engine_core import EngineCore
 from inference_svc.model_loader import LoadedModel
+from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.replay import Replayer
 from inference_svc.scheduler import SchedulerSettings
-from tests.integration.crowd import Ask, Crowd, Trace, prompt, run_together
+from tests.integration.crowd import PREFILL_ROWS, SEGMENT, Ask, Crowd, Trace, prompt, run_together
 from tests.integration.test_node import leaky_model
 from tests.integration.tiny_models import NATIVE_FORMS, TORCH_FORMS, Form, form_id, model_as
 
@@ -27,11 +29,16 @@ ASKS = (
 )
 
 
+def _settings(model: LoadedModel) -> SchedulerSettings:
+    """Those of a crowd."""
+    shapes = replace(model.shapes(8, PREFILL_ROWS, SEGMENT), prefill_rows=PREFILL_ROWS)
+    return SchedulerSettings(node_id="test", max_slots=8, shapes=shapes, max_context=model.max_context)
+
+
 def _replaying(model: LoadedModel, rate: float, num_positions: int = 2048) -> tuple[Crowd, Replayer]:
     crowd = Crowd(model, num_positions=num_positions)
     crowd.runner.observer = None
-    shapes = crowd.model.shapes(8, 32, 16)
-    settings = SchedulerSettings(node_id="test", max_slots=8, shapes=shapes, max_context=model.max_context)
+    settings = _settings(model)
     replayer = Replayer(rate, crowd.runner, crowd.ledger, settings, crowd.clock, crowd.cache.scrub)
     crowd.core = EngineCore(crowd.core.scheduler, crowd, replayer)
     return crowd, replayer
@@ -79,6 +86,117 @@ def test_a_replay_without_room_is_skipped() -> None:
     results = _run(crowd, asks)
     assert {result.finish_reason for result in results} <= {FinishReason.LENGTH, FinishReason.STOP}
     assert replayer.num_violations == 0
+
+
+class Recorder:
+    """Runs plans through a crowd's runner and remembers whose they were."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        self._crowd = crowd
+        self.forwards: list[set[int]] = []
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        self.forwards.append({segment.sequence_id for segment in plan.segments})
+        return self._crowd.runner.execute(plan)
+
+    def drop(self, sequence_id: int) -> None:
+        self._crowd.runner.drop(sequence_id)
+
+
+def _recorded(rate: float, keys: Sequence[int] | None = None) -> tuple[Crowd, Recorder, Replayer]:
+    """A crowd of which only the named questions are replayed."""
+    model = model_as("llama", NATIVE_FORMS[1])
+    crowd, _ = _replaying(model, rate)
+    recorder = Recorder(crowd)
+    replayer = Replayer(rate, recorder, crowd.ledger, _settings(model), crowd.clock, crowd.cache.scrub)
+    if keys is not None:
+        replayer.is_chosen = lambda request_id, question_index: question_index in keys  # type: ignore[method-assign]
+    crowd.core = EngineCore(crowd.core.scheduler, recorder, replayer)
+    return crowd, recorder, replayer
+
+
+def test_neighbours_go_on_during_a_replay() -> None:
+    """A replay's forwards hold the replay alone, and between two of them the others take a step."""
+    crowd, recorder, replayer = _recorded(1.0, keys=[0])
+    results = _run(crowd, [replace(ASKS[0], max_tokens=6), replace(ASKS[3], max_tokens=40)])
+    replays = [index for index, sequences in enumerate(recorder.forwards) if min(sequences) < 0]
+    assert len(replays) >= 6 and replayer.num_replayed == 1
+    assert all(len(recorder.forwards[index]) == 1 for index in replays)
+    assert all(recorder.forwards[index + 1] == {1} for index in replays[:-1])
+    assert [len(result.token_ids) for result in results] == [6, 40]
+    order = [event.question_index for event in crowd.events if isinstance(event, ChannelResult)]
+    assert order == [0, 1], "the replayed answer goes out before its neighbour has ended"
+
+
+def test_nothing_of_an_answer_leaves_before_its_replay() -> None:
+    """Text waits as well: what is withheld later must not have been streamed before."""
+    _, _, replayer = _recorded(1.0, keys=[0])
+    started = ChannelStarted(request_id="r", question_index=0, channel_id=0, slot=0, attempt=1, node_id="n")
+    deltas = [
+        ChannelDelta(
+            request_id="r", question_index=index, channel_id=0, attempt=1, seq=0, text=f"text {index}", num_tokens=1
+        )
+        for index in (0, 1)
+    ]
+    assert replayer.hold_back([started, *deltas], ()) == [started, deltas[1]]
+    cancelled = ChannelResult(
+        request_id="r", question_index=0, channel_id=0, finish_reason=FinishReason.CANCELLED, finished_at=0.0
+    )
+    assert replayer.hold_back([cancelled], ()) == [deltas[0], cancelled], "what is not replayed goes out in order"
+    assert not replayer.has_work
+
+
+def test_a_refuted_answer_streams_nothing() -> None:
+    """Neither delta nor token of it is among the events of the run."""
+    crowd, replayer = _replaying(leaky_model(10.0), 1.0)
+    _run(crowd, ASKS)
+    assert replayer.num_violations
+    for event in crowd.events:
+        assert not isinstance(event, ChannelDelta)
+
+
+def test_a_budget_ends_the_wait_for_a_replay() -> None:
+    """An answer that is ready in time is not made late: it goes out without its replay."""
+    crowd, _, replayer = _recorded(1.0)
+    crowd.add(replace(ASKS[3], time_budget_ms=1000))
+    while not replayer.has_work:
+        crowd.step()
+    crowd.clock.advance(2.0)
+    crowd.step()
+    result = crowd.traces[0].result
+    assert result is not None and len(result.token_ids) == 12 and result.error is None
+    assert replayer.num_replayed == 0 and crowd.ledger.num_held == 0 and not crowd.core.has_work
+
+
+def test_a_replay_that_fails_refutes_nothing() -> None:
+    """Memory that runs out in the replay says nothing of the answer."""
+    crowd, recorder, replayer = _recorded(1.0)
+    crowd.add(ASKS[0])
+    while not replayer.has_work:
+        crowd.step()
+
+    def broken(plan: StepPlan) -> StepOutput:
+        raise MemoryError("no")
+
+    recorder.execute = broken  # type: ignore[method-assign]
+    crowd.finish()
+    result = crowd.traces[0].result
+    assert result is not None and result.error is None and result.token_ids
+    assert (replayer.num_replayed, replayer.num_violations) == (0, 0)
+    assert crowd.ledger.num_held == 0
+
+
+def test_an_engine_that_ends_keeps_no_answer_back() -> None:
+    """Answers that wait for their replay go out, in order, with those that it has to fail."""
+    crowd, _, replayer = _recorded(1.0)
+    crowd.add(replace(ASKS[0], max_tokens=3))
+    crowd.add(replace(ASKS[3], max_tokens=40))
+    while not replayer.has_work:
+        crowd.step()
+    events = crowd.core.fail_all(EngineDeadError("the engine was shut down"))
+    results = {event.question_index: event for event in events if isinstance(event, ChannelResult)}
+    assert results[0].finish_reason is not FinishReason.ERROR and results[1].finish_reason is FinishReason.ERROR
+    assert not crowd.core.has_work and crowd.ledger.num_held == 0
 
 
 @given(rate=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
