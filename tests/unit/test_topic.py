@@ -13,7 +13,7 @@ from router_svc.topic import topic_words
     ("text", "words"),
     [
         ("怎么退款", " 退款"),
-        ("请问一下，怎么才能退款呢？", " 才 退款"),
+        ("请问一下，怎么才能退款呢？", " 退款"),
         ("什么是注意力机制", " 注意力机制"),
         ("帮我总结一下Transformer的注意力机制", " transformer 注意力机制"),
         ("How do I get a refund?", " refund"),
