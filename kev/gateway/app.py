@@ -32,6 +32,7 @@ from kev.gateway.body import Call, read_call
 from kev.gateway.encoding import encode, encode_view
 from kev.gateway.exchange import Submissions, while_connected
 from kev.gateway.failures import ErrorBoundary, error_response
+from kev.gateway.page import page
 from kev.gateway.settings import GatewaySettings
 from kev.gateway.watch import HttpWatch
 
@@ -60,6 +61,7 @@ class Gateway:
         """The ASGI application."""
         app = Starlette(
             routes=[
+                Route("/", self._page, methods=["GET"]),
                 Route("/v1/query", self._query, methods=["POST"]),
                 Route("/v1/requests/{request_id}", self._request, methods=["GET", "DELETE"]),
                 Route("/v1/requests/{request_id}/stream", self._attach, methods=["GET"]),
@@ -141,6 +143,9 @@ class Gateway:
             return _json(await read(self._ask()))
 
         return report
+
+    async def _page(self, _: Request) -> Response:
+        return page()
 
     async def _health(self, _: Request) -> Response:
         return _json({"alive": True})

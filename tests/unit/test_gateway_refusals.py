@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_in_mid_body_gets_nothing(backend: ScriptedBa
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/v1", 404),
         ("GET", "/v1/nothing", 404),
         ("POST", "/v1/query/", 404),
         ("GET", "/v1/requests/", 404),
