@@ -20,6 +20,7 @@ from common.tracing.work import WorkTraces
 from common.types import (
     BreakerState,
     ChannelSnapshot,
+    Diversion,
     HotSpotKind,
     RequestRecord,
     RequestSpec,
@@ -32,6 +33,7 @@ ACCEPTED = "accepted"
 ABANDONED = "abandoned"
 """The caller left, or an error that is no verdict."""
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
+_OF_THE_MOMENT = frozenset({Diversion.QUEUE_LENGTH, Diversion.FULL})
 _MAX_RANKS = 8
 
 
@@ -154,9 +156,14 @@ def readings(router: Router) -> Iterable[Reading]:
     yield Reading(names.OLDEST_PLACED, max(channel.oldest_ms for channel in channels) / 1000)
     yield Reading(names.RELEASES, stats.releases_per_s or 0.0)
     yield from by_channel(names.IN_FLIGHT, (channel.num_queued for channel in channels))
-    yield from by_channel(names.BREAKER_STATE, (_STATES[c.breaker] for c in channels[:MAX_CHANNEL_LABELS]))
+    yield from by_channel(names.BREAKER_STATE, map(_lasting_state, channels[:MAX_CHANNEL_LABELS]))
     for kind in HotSpotKind:
         yield Reading(names.HOT_SPOTS, sum(spot.kind is kind for spot in stats.hot_spots), (kind.value,))
     for rank in range(_MAX_RANKS):
         count = stats.bucket_heat[rank].num_questions if rank < len(stats.bucket_heat) else 0
         yield Reading(names.HEAT_SHARE, count / max(stats.num_recent, 1), (str(rank + 1),))
+
+
+def _lasting_state(channel: ChannelSnapshot) -> int:
+    """The breaker without its comparison of lengths, which changes with every question."""
+    return 0 if channel.breaker_why in _OF_THE_MOMENT else _STATES[channel.breaker]

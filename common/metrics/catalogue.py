@@ -135,7 +135,10 @@ DIVERTED = _read_counter(
 )
 BREAKERS = _gauge(Tier.ROUTER, "kev_router_breakers_open", "Channels whose breaker diverts questions now.")
 BREAKER_STATE = _gauge(
-    Tier.ROUTER, "kev_router_breaker_state", "Breaker of a channel: 0 closed, 1 half-open, 2 open.", "channel"
+    Tier.ROUTER,
+    "kev_router_breaker_state",
+    "Breaker of a channel by age and failures: 0 closed, 1 half-open, 2 open.",
+    "channel",
 )
 OLDEST_PLACED = _gauge(
     Tier.ROUTER, "kev_router_oldest_seconds", "Age of the oldest question of this router on a channel; 0 without one."

@@ -9,6 +9,7 @@ from common.types import (
     BreakerState,
     BucketHeat,
     ChannelSnapshot,
+    Diversion,
     HotSpot,
     HotSpotKind,
     RouterStats,
@@ -20,7 +21,7 @@ from router_svc.metrics import readings
 class Told:
     """A router with many channels and many buckets."""
 
-    def __init__(self, states: Sequence[BreakerState], num_buckets: int) -> None:
+    def __init__(self, states: Sequence[tuple[BreakerState, Diversion | None]], num_buckets: int) -> None:
         self.states, self.num_buckets = states, num_buckets
 
     def check_room(self) -> None:
@@ -38,9 +39,10 @@ class Told:
                 num_diverted=0,
                 breaker_open=state is BreakerState.OPEN,
                 breaker=state,
+                breaker_why=why,
                 oldest_ms=i * 1000,
             )
-            for i, state in enumerate(self.states)
+            for i, (state, why) in enumerate(self.states)
         ]
 
     def stats(self) -> RouterStats:
@@ -71,9 +73,11 @@ def told(router: Told) -> dict[str, dict[tuple[str, ...], float]]:
 
 def test_breakers_ages_pace_and_heat_are_told() -> None:
     """A dashboard would show a stuck channel, or a hot bucket, as nothing."""
-    found = told(Told([BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN], 2))
-    assert found["kev_router_breaker_state"] == {("0",): 0, ("1",): 1, ("2",): 2}
-    assert found["kev_router_oldest_seconds"] == {(): 2.0}
+    states = [(BreakerState.CLOSED, None), (BreakerState.HALF_OPEN, Diversion.AGE), (BreakerState.OPEN, Diversion.AGE)]
+    found = told(Told([*states, (BreakerState.OPEN, Diversion.QUEUE_LENGTH)], 2))
+    assert found["kev_router_breaker_state"] == {("0",): 0, ("1",): 1, ("2",): 2, ("3",): 0}
+    assert found["kev_router_breakers_open"] == {(): 2}
+    assert found["kev_router_oldest_seconds"] == {(): 3.0}
     assert found["kev_router_releases_per_second"] == {(): 2.5}
     assert found["kev_router_hot_spots"] == {("bucket",): 1, ("channel",): 0}
     assert [found["kev_router_heat_share"][str(rank),] for rank in range(1, 9)] == [0.5, 0.5, 0, 0, 0, 0, 0, 0]
@@ -81,6 +85,6 @@ def test_breakers_ages_pace_and_heat_are_told() -> None:
 
 def test_the_series_are_bounded_whatever_is_configured() -> None:
     """Thousands of channels or buckets would make a series each."""
-    found = told(Told([BreakerState.OPEN] * 4096, 1000))
+    found = told(Told([(BreakerState.OPEN, Diversion.FAILURES)] * 4096, 1000))
     assert len(found["kev_router_breaker_state"]) == MAX_CHANNEL_LABELS
     assert len(found["kev_router_heat_share"]) == 8
