@@ -660,6 +660,8 @@ class IsolationReport:
     fingerprint: str
     reason: str = ""
     """Why a level is not offered, and the way out; empty when all are."""
+    probe_cached_at: float | None = None
+    """When the whole probe passed, seconds since the epoch, if an earlier start ran it; None: it ran at this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

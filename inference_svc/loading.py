@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +55,7 @@ class OpenedNodes:
     """``[V]`` uint32: the table behind ``semantic_hash``."""
 
 
-def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedNode:
+def open_node(path: Path, config: Config, node_id: str, clock: Clock, *, fresh_probe: bool = False) -> OpenedNode:
     """Load the model of a directory on the first device of the configuration, and probe the machine.
 
     Raises:
@@ -67,7 +67,8 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock) -> OpenedN
     device, *_ = engine_devices(config, visible_gpus())
     model = load_model(path, _load_settings(config, device, config.core.num_threads))
     with _closed_on_error(model):
-        node = Node(model, _node_settings(config, tokenizer, node_id, config.debug.forward_log), clock)
+        settings = _node_settings(config, tokenizer, node_id, config.debug.forward_log)
+        node = Node(model, replace(settings, fresh_probe=fresh_probe), clock)
         return OpenedNode(node, tokenizer, _projection(model, config))
 
 
@@ -158,6 +159,7 @@ def _node_settings(config: Config, tokenizer: Tokenizer, node_id: str, forward_l
         kv_cache=isolation.kv_cache,
         level=isolation.level,
         forward_log=forward_log,
+        probe_dir=cache_root(core.cache_dir or None, os.environ) / "probes",
         replay_rate=isolation.replay_rate,
         eos_ids=tokenizer.eos_ids,
     )

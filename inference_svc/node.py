@@ -1,6 +1,7 @@
 """A node: model, KV cache, scheduler and engine thread put together, with its isolation report.
 
-Invariants and semantics: a node is built once, probed before it serves and closed once. It *fails closed*: where the
+Invariants and semantics: a node is built once, probed before it serves (shortly, where the whole probe has passed on
+this machine with this build before) and closed once. It *fails closed*: where the
 probe fails or the backend cannot keep bits, levels are reported as unverified and ``strict`` is refused.
 
 Not here: leases and streams (``worker``), loading weights (``model_loader``).
@@ -9,7 +10,8 @@ Not here: leases and streams (``worker``), loading weights (``model_loader``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -23,7 +25,8 @@ from inference_svc.mask_summary import ForwardLog
 from inference_svc.model_loader import LoadedModel
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ForwardShapes
-from inference_svc.probe import Bench, ProbeReport, probe_isolation
+from inference_svc.probe import Bench, ProbeReport, probe_isolation, recheck_isolation
+from inference_svc.probe_cache import ProbeCache, probe_facts
 from inference_svc.replay import Replayer
 from inference_svc.sampler import Sampler
 from inference_svc.scheduler import Scheduler, SchedulerSettings
@@ -48,6 +51,10 @@ class NodeSettings:
     level: IsolationLevel = IsolationLevel.STRICT
     """Default level of the deployment; a node that cannot keep it does not start."""
     forward_log: str = ""
+    probe_dir: Path | None = None
+    """Where green outcomes of the probe are kept for the next start; None: nowhere."""
+    fresh_probe: bool = False
+    """Probe as if nothing were kept."""
     replay_rate: float = 0.0
     """Share of the answers that are computed again, alone."""
     eos_ids: frozenset[int] = frozenset()
@@ -83,8 +90,8 @@ class Node:
         self.bench = Bench(
             quiet, self.cache, self.ledger, shapes, settings.max_slots, model.max_context, model.vocab_size
         )
-        probe = probe_isolation(self.bench)
-        self.report = _report(model, shapes, probe)
+        probe, cached_at = _probed(self.bench, model, settings, clock)
+        self.report = _report(model, shapes, probe, cached_at)
         verdict = dict(self.report.levels)[settings.level]
         if settings.level is IsolationLevel.STRICT and verdict is not Verdict.BITWISE:
             raise IsolationUnavailableError(self.report.reason)
@@ -151,7 +158,27 @@ def _prefix_limit(prefix_cache_bytes: int, position_bytes: int) -> int | None:
     return prefix_cache_bytes // position_bytes if prefix_cache_bytes else None
 
 
-def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> IsolationReport:
+def _probed(bench: Bench, model: LoadedModel, settings: NodeSettings, clock: Clock) -> tuple[ProbeReport, float | None]:
+    """The probe's outcome, and when an earlier start had it if this one only checked it again."""
+    if settings.probe_dir is None:
+        return probe_isolation(bench), None
+    kept = ProbeCache(settings.probe_dir, probe_facts(model, bench.shapes, settings.max_slots))
+    passed_at = None if settings.fresh_probe else kept.passed_at()
+    if passed_at is not None and recheck_isolation(bench):
+        return ProbeReport(row_independent=True, position_independent=True, prefix_independent=True), passed_at
+    probe = probe_isolation(bench)
+    if passed_at is not None:  # bits that differ now and then are no grounds for a promise, whatever this run says
+        probe = replace(probe, row_independent=False)
+    if probe.passed:
+        kept.keep(clock.time())
+    else:
+        kept.forget()
+    return probe, None
+
+
+def _report(
+    model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport, probe_cached_at: float | None
+) -> IsolationReport:
     reason = ""
     if model.backend is Backend.REFERENCE:
         reason = "the reference backend mixes questions in one kernel call; strict needs core.backend: cpu"
@@ -173,4 +200,5 @@ def _report(model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport) -> Is
         prefix_independent=probe.prefix_independent,
         fingerprint=model.fingerprint,
         reason=reason,
+        probe_cached_at=probe_cached_at,
     )

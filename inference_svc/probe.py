@@ -96,19 +96,25 @@ class Recording:
         return all(torch.equal(a, b) for a, b in zip(self.logits, other.logits, strict=True))
 
 
+def recheck_isolation(bench: Bench) -> bool:
+    """A short probe, for a machine on which the whole one has passed: one question alone and among its neighbours.
+
+    Raises:
+        KevError: the model cannot run the probe's questions at all, with the reason.
+    """
+    target, others = _probe_questions(bench)
+    middle = len(others) // 2
+    company = run_questions(bench, [*others[:middle], target, *others[middle:]])[middle]
+    return run_questions(bench, [target])[0].same_bits(company)
+
+
 def probe_isolation(bench: Bench) -> ProbeReport:
     """Run the probe.
 
     Raises:
         KevError: the model cannot run the probe's questions at all, with the reason.
     """
-    room = bench.max_context - _NUM_TOKENS
-    target = ProbeQuestion(ids=probe_prompt(bench.vocab_size, "target", min(_TARGET_TOKENS, room)))
-    sizes = [bench.shapes.segment_tokens + 1, 1, 2, bench.shapes.segment_tokens, 3, 7, 1]
-    others = [
-        ProbeQuestion(ids=probe_prompt(bench.vocab_size, f"neighbour {i}", min(sizes[i % len(sizes)], room)))
-        for i in range(max(0, bench.max_slots - 1))
-    ]
+    target, others = _probe_questions(bench)
     alone = run_questions(bench, [target])[0]
     copies = run_questions(bench, [target] * bench.max_slots)
     middle = len(others) // 2
@@ -123,6 +129,18 @@ def probe_isolation(bench: Bench) -> ProbeReport:
         position_independent=all(alone.same_bits(copy) for copy in copies),
         prefix_independent=all(private.same_bits(one) for one in pair),
     )
+
+
+def _probe_questions(bench: Bench) -> tuple[ProbeQuestion, list[ProbeQuestion]]:
+    """The question that is watched, and neighbours of other lengths."""
+    room = bench.max_context - _NUM_TOKENS
+    target = ProbeQuestion(ids=probe_prompt(bench.vocab_size, "target", min(_TARGET_TOKENS, room)))
+    sizes = [bench.shapes.segment_tokens + 1, 1, 2, bench.shapes.segment_tokens, 3, 7, 1]
+    others = [
+        ProbeQuestion(ids=probe_prompt(bench.vocab_size, f"neighbour {i}", min(sizes[i % len(sizes)], room)))
+        for i in range(max(0, bench.max_slots - 1))
+    ]
+    return target, others
 
 
 def run_logits(bench: Bench, prompts: Ordered[tuple[int, ...]]) -> list[list[torch.Tensor]]:

@@ -47,7 +47,7 @@ def verify(config: Config, progress: Callable[[str], None]) -> Verification:
     lenient = config.model_copy(
         update={"isolation": config.isolation.model_copy(update={"level": IsolationLevel.SHARED})}
     )
-    node = open_node(resolved.path, lenient, "verify", SystemClock()).node
+    node = open_node(resolved.path, lenient, "verify", SystemClock(), fresh_probe=True).node
     try:
         slots = config.router.max_parallel_queries
         shapes = node.model.shapes(slots, config.core.prefill_rows, config.core.segment_tokens)

@@ -16,6 +16,8 @@ from common.codec.wire import (
     VERDICT,
     optional,
     to_duration,
+    to_maybe_timestamp,
+    to_time_s,
     to_whole_ms,
 )
 from common.types import (
@@ -85,6 +87,7 @@ def encode_isolation_report(value: IsolationReport) -> pb.IsolationReport:
         prefix_independent=value.prefix_independent,
         fingerprint=value.fingerprint,
         reason=value.reason,
+        probe_cache_time=to_maybe_timestamp(value.probe_cached_at),
     )
 
 
@@ -112,6 +115,7 @@ def decode_isolation_report(message: pb.IsolationReport, path: str = "report") -
         prefix_independent=message.prefix_independent,
         fingerprint=message.fingerprint,
         reason=message.reason,
+        probe_cached_at=to_time_s(message.probe_cache_time) if message.HasField("probe_cache_time") else None,
     )
 
 

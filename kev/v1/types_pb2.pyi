@@ -617,7 +617,7 @@ class LevelVerdict(_message.Message):
     def __init__(self, level: _Optional[_Union[IsolationLevel, str]] = ..., verdict: _Optional[_Union[Verdict, str]] = ...) -> None: ...
 
 class IsolationReport(_message.Message):
-    __slots__ = ("levels", "backend", "precision", "num_threads", "decode_rows", "prefill_rows", "row_independent", "position_independent", "fingerprint", "reason", "prefix_independent")
+    __slots__ = ("levels", "backend", "precision", "num_threads", "decode_rows", "prefill_rows", "row_independent", "position_independent", "fingerprint", "reason", "prefix_independent", "probe_cache_time")
     LEVELS_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
@@ -629,6 +629,7 @@ class IsolationReport(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREFIX_INDEPENDENT_FIELD_NUMBER: _ClassVar[int]
+    PROBE_CACHE_TIME_FIELD_NUMBER: _ClassVar[int]
     levels: _containers.RepeatedCompositeFieldContainer[LevelVerdict]
     backend: str
     precision: str
@@ -640,7 +641,8 @@ class IsolationReport(_message.Message):
     fingerprint: str
     reason: str
     prefix_independent: bool
-    def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ..., prefix_independent: bool = ...) -> None: ...
+    probe_cache_time: _timestamp_pb2.Timestamp
+    def __init__(self, levels: _Optional[_Iterable[_Union[LevelVerdict, _Mapping]]] = ..., backend: _Optional[str] = ..., precision: _Optional[str] = ..., num_threads: _Optional[int] = ..., decode_rows: _Optional[int] = ..., prefill_rows: _Optional[int] = ..., row_independent: bool = ..., position_independent: bool = ..., fingerprint: _Optional[str] = ..., reason: _Optional[str] = ..., prefix_independent: bool = ..., probe_cache_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RequestRules(_message.Message):
     __slots__ = ("max_queries_per_request", "max_question_bytes", "max_system_prompt_bytes", "max_context", "max_parallel_queries", "vocab_size", "isolation", "strategy", "mode", "max_tokens", "timeout_duration", "prompt_stop", "categories", "takes_any_category")
