@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.compare.plots import PlotsUnavailableError, check
 from bench.traffic.plots import plot
-from bench.traffic.report import HEADERS, Told, as_json, filled, page, rows
+from bench.traffic.report import HEADERS, Told, as_json, filled, lacking, page, rows
 from bench.traffic.stories import NAMES, Case, Story, story
 from common.types import Strategy
 
@@ -31,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check()
         except PlotsUnavailableError as error:
             console.print(str(error))
+            return 2
+    if asked.markdown and asked.markdown.exists():
+        lacks = lacking(asked.markdown.read_text(encoding="utf-8"), asked.story)
+        if lacks:
+            console.print(f"{asked.markdown} has no marks <!-- NAME --> for {', '.join(lacks)}; name another file")
             return 2
     chosen = [(told, _cases(told, asked.strategies)) for told in map(story, asked.story)]
     all_told: list[Told] = []

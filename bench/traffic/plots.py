@@ -24,9 +24,12 @@ def plot(told: Told, directory: Path) -> Path:
     left.set_xlabel(f"p99 answer time of class {told.story.focus}, s")
     left.margins(x=0.15)
     for number, (label, reading) in enumerate(told.readings.items()):
-        shares = [100 * share for share in sorted(reading.shares, reverse=True)]
-        right.step(range(1, len(shares) + 1), shares, where="mid", label=label, color=f"C{number}", linewidth=1.2)
-    right.set(xlabel="channel, by its share", ylabel="% of the questions", yscale="log")
+        times = [share * len(reading.shares) for share in sorted(reading.shares, reverse=True)]
+        right.step(range(1, len(times) + 1), times, where="mid", label=label, color=f"C{number}", linewidth=1.2)
+    right.set(xlabel="channels, the most used first", ylabel="questions, times the mean", yscale="log")
+    right.set_yticks([0.25, 0.5, 1, 2, 4, 8, 16], ["1/4", "1/2", "1", "2", "4", "8", "16"])
+    right.minorticks_off()
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.legend(fontsize=6)
     for axis in (left, right):
         axis.tick_params(labelsize=8)

@@ -9,7 +9,7 @@ Not here: the terminal (``__main__``), pictures (``plots``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from bench.capacity import filled as filled_parts
@@ -110,6 +110,11 @@ def filled(document: str, all_told: list[Told]) -> str:
     if any(told.goals for told in all_told):
         parts["goals"] = goal_table(all_told)
     return filled_parts(document, parts)
+
+
+def lacking(document: str, stories: Sequence[str]) -> list[str]:
+    """The stories for whose tables a document has no place."""
+    return [name for name in stories if f"<!-- {name} -->\n" not in document]
 
 
 def page(all_told: list[Told]) -> str:

@@ -23,6 +23,7 @@ import httpx
 import pytest
 
 import kev
+from bench.traffic.__main__ import main as simulate_traffic
 from common.config import load_config
 from common.request import RequestRules, parse_request
 from kev import cli
@@ -133,6 +134,10 @@ class Reader:
                 return ""
             case ["python", script, *arguments] if script.startswith("examples/"):
                 return run_example(ROOT / script, [self._local(word) for word in arguments])
+            case ["python", "-m", "bench.traffic", *arguments]:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    assert simulate_traffic(arguments) == 0
+                return out.getvalue()
             case ["head" | "tail", "-n", _, _]:
                 return subprocess.run(words, capture_output=True, text=True, check=True).stdout
         raise AssertionError(f"nobody runs the command {words}")

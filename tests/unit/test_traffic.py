@@ -29,7 +29,7 @@ from bench.traffic.forward import SharedForward, Speed
 from bench.traffic.goals import goals_of, ratio
 from bench.traffic.measures import max_over_mean, percentile, read
 from bench.traffic.report import Told, filled, rows, table
-from bench.traffic.stories import ROUTER, colliding_topics, story
+from bench.traffic.stories import NAMES, ROUTER, colliding_topics, story
 from bench.traffic.virtual_time import run_virtually
 from bench.traffic.words import Vocabulary, WordTokenizer
 from bench.traffic.world import End, History, WorldSettings, simulate
@@ -361,6 +361,23 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.
     assert list(cases) == ["none stalls", "round_robin, no breaker", "round_robin, breaker"]
     assert "| none stalls | short |" in files[1].read_text(encoding="utf-8")
     assert "round_robin, breaker" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_shows_every_case(name: str) -> None:
+    """A story or case is added or renamed, and docs/traffic.md still shows the old one."""
+    page = (Path(__file__).parents[2] / "docs" / "traffic.md").read_text(encoding="utf-8")
+    shown = page.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- /{name} -->")[0].splitlines()[2:]
+    labels = [line.split("|")[1].strip() for line in shown]
+    assert [label for label in labels if label] == [case.label for case in story(name).cases]
+
+
+def test_a_document_is_looked_at_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Minutes of simulation end in a refusal to write."""
+    document = tmp_path / "page.md"
+    document.write_text("<!-- hot -->\n\n<!-- /hot -->\n", encoding="utf-8")
+    assert main(["--story", "hot", "stall", "--questions", "1000000000", "--markdown", str(document)]) == 2
+    assert "no marks <!-- NAME --> for stall" in capsys.readouterr().out
 
 
 def test_too_few_questions_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
