@@ -28,7 +28,7 @@ _CHANNEL_BYTES = 8
 _FLOAT_BYTES = 4
 _ROW_SCRATCH_BYTES = 2048 + 128
 """The linears' scratch per row beside the row itself in 16 bits (``linear.cpp``)."""
-_PASS_ROWS_PER_THREAD, _MAX_PASS_ROWS, _SLICE_OUTPUTS, _PREPARED_BYTES = 16, 48, 128, 132
+_PASS_ROWS_PER_THREAD, _MAX_PASS_ROWS, _SLICE_OUTPUTS, _PREPARED_BYTES = 16, 24, 128, 136
 """Rows that threads work on by themselves, and their working memory (``forward.cpp``, ``forward_rows.cpp``)."""
 _LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS, _STEP = 12, 144, 512 << 10, 2 * 144 + 64 + 256 + 2, 64
 """The attention's scratch per thread (``attention_block.h``)."""

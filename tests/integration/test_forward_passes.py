@@ -1,7 +1,7 @@
 """Many rows at once: threads take blocks of rows instead of outputs, and the bits stay those of few rows.
 
 A forward of at most 15 rows a thread shares the outputs of every linear; above that each thread takes blocks of up to
-48 rows through a layer by itself, and the last layer is run for the wanted rows alone (``forward.cpp``).
+24 rows through a layer by itself, and the last layer is run for the wanted rows alone (``forward.cpp``).
 """
 
 from __future__ import annotations

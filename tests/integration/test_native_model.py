@@ -144,7 +144,7 @@ def test_memory_is_what_the_bill_says(name: str, form: Form, tmp_path: Path) -> 
     save_checkpoint(tmp_path, name, form.dtype)
     model = _load(tmp_path, form.precision, backend=Backend.NATIVE)
     assert model.native is not None
-    crowd = Crowd(model, max_slots=8)
+    crowd = Crowd(model, max_slots=8, shapes=model.shapes(8, 32, 16))
     forward = crowd.runner._forward
     assert isinstance(forward, NativeForward)
     shape = read_shape(tmp_path)
