@@ -11,7 +11,7 @@ Not here: packing and running (``native_model``), proof that the reading is righ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Norm:
     eps: float = 0.0
     offset: float = 0.0
     """Added to the weight (Gemma stores it around zero)."""
+    source: nn.Module | None = None
+    """What it was read from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,24 @@ class Linear:
     """Makes the ``[n_i, k]`` weights, in order."""
     bias: torch.Tensor | None = None
     """``[sum n_i]`` float32."""
+    source: nn.Module | None = None
+    """The module that alone has these rows."""
+    columns: torch.Tensor | None = None
+    """``[k]`` float32: what each column is multiplied with as it is packed."""
+
+    def with_columns(self, scales: torch.Tensor) -> Linear:
+        """With columns multiplied once more."""
+        return replace(self, columns=scales if self.columns is None else self.columns * scales)
+
+    def with_rows_divided(self, divisors: torch.Tensor) -> Linear:
+        """With rows and their bias divided by ``[sum n_i]`` float32; powers of two divide exactly."""
+        parts = self.parts
+
+        def divided() -> Sequence[torch.Tensor]:
+            rows = torch.cat([part.detach() for part in parts()])
+            return [rows / divisors.to(rows.dtype)[:, None]]
+
+        return replace(self, parts=divided, bias=None if self.bias is None else self.bias / divisors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +126,8 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     embedding: Linear
     embedding_scale: float
+    embedding_columns: torch.Tensor | None = None
+    """``[hidden]`` float32: what each column of a token's embedding is multiplied with besides."""
     head: Linear | None
     """None: tied to the embedding."""
     final_norm: Norm
@@ -280,13 +302,14 @@ def _layer_type(config: PretrainedConfig, index: int) -> str | None:
 
 def _linear(*modules: _Part) -> Linear:
     biases = [module.bias for module in modules]
+    source = modules[0] if len(modules) == 1 else None
     if all(bias is None for bias in biases):
-        return Linear(lambda: [module.weight for module in modules])
+        return Linear(lambda: [module.weight for module in modules], source=source)
     made = [
         torch.zeros(module.weight.shape[0]) if bias is None else bias.float()
         for module, bias in zip(modules, biases, strict=True)
     ]
-    return Linear(lambda: [module.weight for module in modules], torch.cat(made))
+    return Linear(lambda: [module.weight for module in modules], torch.cat(made), source)
 
 
 @torch.inference_mode()
@@ -295,7 +318,7 @@ def _norm(module: _Part) -> Norm:
         return Norm()
     if isinstance(module, nn.LayerNorm):
         bias = None if module.bias is None else module.bias.float().clone()
-        return Norm(kind=NormKind.LAYER, weight=module.weight.float().clone(), bias=bias, eps=module.eps)
+        return Norm(kind=NormKind.LAYER, weight=module.weight.float().clone(), bias=bias, eps=module.eps, source=module)
     eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
     if eps is None or not hasattr(module, "weight"):
         raise UnsupportedModelError(f"{type(module).__name__} is a normalization that is not known here")
@@ -306,7 +329,7 @@ def _norm(module: _Part) -> Norm:
     errors = {offset: float((found - plain * (weight + offset)).abs().max()) for offset in (0.0, 1.0)}
     offset = min(errors, key=errors.__getitem__)
     if errors[offset] <= _NORM_TOLERANCE * float(found.abs().max()):
-        return Norm(kind=NormKind.RMS, weight=weight, eps=float(eps), offset=offset)
+        return Norm(kind=NormKind.RMS, weight=weight, eps=float(eps), offset=offset, source=module)
     raise UnsupportedModelError(f"{type(module).__name__} weighs in a way that is not known here")
 
 

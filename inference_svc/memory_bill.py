@@ -140,8 +140,10 @@ def memory_bill(shape: ModelShape, load: Load, weight_bytes: int | None = None) 
     ]
     for level in (IsolationLevel.LOOSE, IsolationLevel.SHARED):
         levels.append(LevelBill(level=level, kv_cache=KVCacheMode.SPLIT, channel_bytes=own, common_bytes=prefix))
+    equalizer_bytes = shape.hidden * _FLOAT_BYTES if load.precision == "int8" else 0
+    counted = counted_weights(shape, load.precision) if weight_bytes is None else weight_bytes
     return MemoryBill(
-        weight_bytes=counted_weights(shape, load.precision) if weight_bytes is None else weight_bytes,
+        weight_bytes=counted + equalizer_bytes,
         working_bytes=working_bytes(shape, load),
         position_bytes=geometry.position_bytes,
         levels=tuple(levels),

@@ -25,7 +25,9 @@ from transformers.utils import logging as transformers_logging
 from common.errors import ConfigError, InvariantError, ModelError, UnsupportedModelError
 from inference_svc.architecture import check_architecture, check_parallel
 from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
+from inference_svc.calibration import Prompts, calibrate, calibration_prompts
 from inference_svc.decoder import FAMILIES, read_decoder
+from inference_svc.equalize import equalized
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
 from inference_svc.forward import Forward
 from inference_svc.gpus import gpu_name
@@ -169,7 +171,8 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         return _described(None, native, config, chosen, fingerprint)
     module = _read_module(path, config, chosen)
     try:
-        model = wrap_model(module, chosen, fingerprint=fingerprint)
+        prompts = calibration_prompts(path) if chosen.precision == "int8" else ()
+        model = wrap_model(module, chosen, fingerprint=fingerprint, prompts=prompts)
         if image is not None and model.native is not None:
             save_image(model.native, image, fingerprint)
         return model
@@ -227,8 +230,16 @@ def load_part(path: Path, settings: LoadSettings) -> LoadedModel:
     return wrap_model(_read_module(path, config, settings), settings, fingerprint=fingerprint_of(path, settings))
 
 
-def wrap_model(module: PreTrainedModel, settings: LoadSettings, *, fingerprint: str) -> LoadedModel:
+def wrap_model(
+    module: PreTrainedModel, settings: LoadSettings, *, fingerprint: str, prompts: Prompts = ()
+) -> LoadedModel:
     """Check a model that is already in memory and make it ready; the native backend takes its weights.
+
+    Args:
+        module: the model.
+        settings: how to run it.
+        fingerprint: of the model.
+        prompts: token ids to calibrate int8 with.
 
     Raises:
         UnsupportedModelError: the architecture cannot be isolated, or not by this backend.
@@ -245,9 +256,9 @@ def wrap_model(module: PreTrainedModel, settings: LoadSettings, *, fingerprint: 
         raise UnsupportedModelError(
             f"{message} separated; use a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
-    native_model = _packed(module, config, settings) if native else None
+    native_model = _packed(module, config, settings, prompts) if native else None
     if not native and settings.precision == "int8":
-        quantize_linears(module)
+        quantize_linears(module, prompts)
     return _described(None if native else module, native_model, config, settings, fingerprint)
 
 
@@ -274,7 +285,9 @@ def _described(
     )
 
 
-def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings) -> NativeModel:
+def _packed(
+    module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings, prompts: Prompts
+) -> NativeModel:
     """Packed weights that give transformers' logits. The module is empty afterwards."""
     library = _library()
     dtype = next(module.parameters()).dtype
@@ -286,6 +299,8 @@ def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSet
     )
     reference = reference_of(module, size)
     decoder = read_decoder(module, reference.calls, size.max_context)
+    if settings.precision == "int8":
+        decoder = equalized(decoder, calibrate(module, prompts, size.max_context))
     kv_precision = Precision.F32 if dtype is torch.float32 else Precision.BF16
     packed = NativeModel.pack(decoder, _NATIVE_PRECISIONS[settings.precision], kv_precision, library)
 
@@ -340,8 +355,9 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
         f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
     )
     device = settings.device if settings.device == "cpu" else gpu_name(settings.device)
+    numbers = "int8 equalized" if settings.precision == "int8" else settings.precision
     spread = f":{settings.tensor_parallel} parts" if settings.tensor_parallel > 1 else ""
-    return files_digest(path, f"{settings.precision}:{settings.backend}:{device}:{kernels_in_use}{spread}")
+    return files_digest(path, f"{numbers}:{settings.backend}:{device}:{kernels_in_use}{spread}")
 
 
 def _register_backends() -> None:

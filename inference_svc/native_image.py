@@ -28,6 +28,8 @@ from inference_svc.native_model import NativeModel
 _LOG = logging.getLogger("kev.model")
 
 _MAGIC = b"kev packed model 1\n"
+_CONTENT = 2
+"""Raised when the same model is packed to other numbers: 2, columns are equalized for int8."""
 _LINE_BYTES = 64
 _WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float32, torch.int32)}
@@ -150,4 +152,4 @@ def _first_byte(header_bytes: int) -> int:
 
 def _label(fingerprint: str) -> str:
     sizes = ":".join(str(ctypes.sizeof(kind)) for kind in (CModel, CLayer, CMlp))
-    return f"{fingerprint}:{sizes}:abi-{ABI_VERSION}"
+    return f"{fingerprint}:{sizes}:abi-{ABI_VERSION}:content-{_CONTENT}"

@@ -59,6 +59,7 @@ class NativeModel:
             embedding=embedding,
             head=embedding if decoder.head is None else packer.weight(decoder.head),
             head_bias=None if decoder.head is None else packer.address(decoder.head.bias),
+            embedding_columns=packer.address(decoder.embedding_columns),
             final_norm=packer.norm(decoder.final_norm),
             num_layers=len(decoder.layers),
             hidden=decoder.hidden,
@@ -107,6 +108,9 @@ class NativeModel:
         made = torch.empty(last - first, width)
         weight = ctypes.byref(self.model.embedding)
         library.check(library.calls.kev_unpack_rows(None, weight, first, last - first, made.data_ptr(), width))
+        if self.model.embedding_columns:
+            columns = (ctypes.c_float * width).from_address(self.model.embedding_columns)
+            made *= torch.frombuffer(columns, dtype=torch.float32)
         return made
 
 
@@ -157,7 +161,8 @@ class _Packer:
         """Pack and describe the rows of a linear."""
         parts = [part.detach() for part in linear.parts()]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        packed = PackedWeight.pack(joined, self.precision if precision is None else precision, self.library)
+        kept_as = self.precision if precision is None else precision
+        packed = PackedWeight.pack(joined, kept_as, self.library, linear.columns)
         for tensor in (packed.data, packed.scale, packed.sums):
             if tensor is not None:
                 self._keep(tensor)

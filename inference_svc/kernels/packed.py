@@ -39,12 +39,15 @@ class PackedWeight:
     """int8: ``[num_outputs]`` int32, sums of the quantized rows."""
 
     @classmethod
-    def pack(cls, weight: torch.Tensor, precision: Precision, library: Library) -> Self:
-        """Pack ``[N, K]`` of any float dtype."""
+    def pack(
+        cls, weight: torch.Tensor, precision: Precision, library: Library, columns: torch.Tensor | None = None
+    ) -> Self:
+        """Pack ``[N, K]`` of any float dtype, its columns multiplied with ``columns`` ``[K]`` float32."""
         packed = cls.empty(weight.shape[0], weight.shape[1], precision, library)
         with Pool(library, torch.get_num_threads()) as pool:
             for first in range(0, packed.num_outputs, _BLOCK_ROWS):
-                packed.fill(first, weight[first : first + _BLOCK_ROWS], pool)
+                rows = weight[first : first + _BLOCK_ROWS]
+                packed.fill(first, rows if columns is None else rows.detach().float() * columns, pool)
         return packed
 
     @classmethod

@@ -120,12 +120,16 @@ def loaded_model(
     name: str, dtype: torch.dtype = torch.float32, backend: Backend = Backend.CPU, precision: str = ""
 ) -> LoadedModel:
     """The same weights, ready for Kev."""
-    stock = stock_model(name, dtype)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
-    model.load_state_dict(stock.state_dict())
     chosen = precision or ("fp32" if dtype is torch.float32 else "bf16")
     settings = LoadSettings(precision=chosen, max_context=MAX_CONTEXT, backend=backend)
-    return wrap_model(model.eval().requires_grad_(False), settings, fingerprint=f"tiny-{name}-{chosen}-{backend}")
+    return wrap_model(fresh_module(name, dtype), settings, fingerprint=f"tiny-{name}-{chosen}-{backend}")
+
+
+def fresh_module(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The same weights in a module that nobody else uses."""
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype)
+    model.load_state_dict(stock_model(name, dtype).state_dict())
+    return model.eval().requires_grad_(False)
 
 
 def model_as(name: str, form: Form) -> LoadedModel:
