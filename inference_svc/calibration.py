@@ -44,8 +44,17 @@ def calibration_prompts(path: Path) -> Prompts:
 
 
 @torch.inference_mode()
-def calibrate(module: PreTrainedModel, prompts: Prompts = (), max_context: int = _PROMPT_TOKENS) -> InputMoments:
-    """Inputs of all linears over the prompts, or over ids from a hash when there are none; the module stays as it was."""
+def calibrate(
+    module: PreTrainedModel, prompts: Prompts = (), max_context: int = _PROMPT_TOKENS, *, with_head: bool = True
+) -> InputMoments:
+    """Inputs of all linears over the prompts, or over ids from a hash when there are none.
+
+    Args:
+        module: the model; stays as it was.
+        prompts: token ids.
+        max_context: most tokens of a prompt.
+        with_head: whether the head runs too; its inputs are also what the last norm gives.
+    """
     moments = InputMoments()
     used = module.config._attn_implementation
     weight = module.get_input_embeddings().weight
@@ -56,7 +65,10 @@ def calibrate(module: PreTrainedModel, prompts: Prompts = (), max_context: int =
         with moments.watching(module):
             for prompt in prompts or drawn:
                 ids = torch.tensor([prompt[:length]], device=weight.device)
-                module(input_ids=ids, use_cache=False, logits_to_keep=min(_LOGIT_ROWS, ids.shape[1]))
+                if with_head:
+                    module(input_ids=ids, use_cache=False, logits_to_keep=min(_LOGIT_ROWS, ids.shape[1]))
+                else:
+                    module.base_model(input_ids=ids, use_cache=False)
     finally:
         module.set_attn_implementation(used)
     return moments

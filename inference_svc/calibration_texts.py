@@ -10,7 +10,7 @@ TEXTS = (
 then a crate of oranges that nobody had ordered. In the second he wrote what the sea had said that day, which was mostly
 wind and mostly from the west. "You cannot sell the second one," his sister told him, and she was right until the
 winter of 1893, when the insurers in London paid forty pounds for a copy. Asked later how he had known which ship would
-be late, he answered that he had not known anything; he had only counted, every morning at six, for thirty-one years.""",
+be late, he answered that he had not known anything; he had only counted, every morning at six, for 31 years.""",
     """注意力机制让模型在生成每个词的时候，都能回头查看前面所有的词，并决定哪些词更重要。打个比方：读一篇很长的文章时，人不会平均
 地记住每一句话，而是会抓住和问题有关的段落。模型也是这样，它为每个位置计算一个权重，再把对应的内容加权求和。这样做的好处是
 可以处理很长的上下文，缺点是计算量会随着长度的平方增长。因此，工程师们想出了很多办法，例如滑动窗口、分组查询和键值缓存。
@@ -56,9 +56,9 @@ Answer: "Wo ist der Bahnhof?", "Où est la gare ?", "¿Dónde está la estación
 Question: Is 221 a prime number?
 Answer: No. 221 = 13 x 17.""",
     """El río baja frío desde la sierra, y en abril lleva tanta agua que los puentes viejos tiemblan. Der Vertrag gilt
-als verlängert, wenn ihn keine der Parteien spätestens drei Monate vor Ablauf schriftlich kündigt. Les élèves notent leurs
-résultats dans le tableau, puis comparent la moyenne (12,4) avec celle de l'an dernier. Привет! Как дела? Сегодня мы
-поговорим о погоде и о книгах. 会議は午後三時から始まります。資料は事前に読んでおいてください。
+als verlängert, wenn ihn keine der Parteien spätestens drei Monate vor Ablauf schriftlich kündigt. Les élèves notent
+leurs résultats dans le tableau, puis comparent la moyenne (12,4) avec celle de l'an dernier. Привет! Как дела?
+Сегодня мы поговорим о погоде и о книгах. 会議は午後三時から始まります。資料は事前に読んでおいてください。
 Let f(x) = x^2 - 3x + 2. Then f'(x) = 2x - 3, which is zero at x = 3/2, where f takes its least value, -1/4. For n > 1
 the sum 1 + 2 + ... + n equals n(n + 1)/2; the limit of (1 + 1/n)^n is e, about 2.71828.""",
 )

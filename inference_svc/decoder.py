@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from common.errors import UnsupportedModelError
 from inference_svc.attention import LayerCall
+from inference_svc.file_pages import let_go
 from inference_svc.kernels.layout import Activation, NormKind
 
 FAMILIES = frozenset(
@@ -334,6 +335,7 @@ def _norm(module: _Part) -> Norm:
 
 
 def _release(module: nn.Module) -> None:
+    let_go(module.parameters())
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from inference_svc.decoder import Decoder, DecoderLayer, Mlp, Norm
+from inference_svc.file_pages import let_go
 from inference_svc.kernels.layout import NormKind
 
 _BLOCK_ROWS = 4096
@@ -85,6 +86,7 @@ def column_energies(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     for weight in weights:
         for first in range(0, weight.shape[0], _BLOCK_ROWS):
             found += weight[first : first + _BLOCK_ROWS].detach().float().pow(2).sum(0).double().cpu()
+        let_go([weight])
     return found
 
 

@@ -28,6 +28,7 @@ from inference_svc.attention import AttentionBody, Backend, cpu_attention, refer
 from inference_svc.calibration import Prompts, calibrate, calibration_prompts
 from inference_svc.decoder import FAMILIES, read_decoder
 from inference_svc.equalize import equalized
+from inference_svc.file_pages import let_go_after_use
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
 from inference_svc.forward import Forward
 from inference_svc.gpus import gpu_name
@@ -297,10 +298,13 @@ def _packed(
         max_context=_max_context(config, settings.max_context),
         vocab_size=int(config.vocab_size),
     )
-    reference = reference_of(module, size)
+    with let_go_after_use(module):
+        reference = reference_of(module, size)
     decoder = read_decoder(module, reference.calls, size.max_context)
     if settings.precision == "int8":
-        decoder = equalized(decoder, calibrate(module, prompts, size.max_context))
+        with let_go_after_use(module):
+            moments = calibrate(module, prompts, size.max_context, with_head=False)
+        decoder = equalized(decoder, moments)
     kv_precision = Precision.F32 if dtype is torch.float32 else Precision.BF16
     packed = NativeModel.pack(decoder, _NATIVE_PRECISIONS[settings.precision], kv_precision, library)
 

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 
 from common.errors import InvariantError
+from inference_svc.file_pages import let_go
 from inference_svc.kernels.layout import CWeight, Precision
 from inference_svc.kernels.library import Library, Pool
 
@@ -48,6 +49,7 @@ class PackedWeight:
             for first in range(0, packed.num_outputs, _BLOCK_ROWS):
                 rows = weight[first : first + _BLOCK_ROWS]
                 packed.fill(first, rows if columns is None else rows.detach().float() * columns, pool)
+                let_go([rows])
         return packed
 
     @classmethod
