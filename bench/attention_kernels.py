@@ -4,37 +4,28 @@
 
 Shapes are those of Gemma-3-270M (4 query heads, 1 key-value head of 256 numbers) and of two other kinds. Kev computes
 all questions in one call; torch's scaled_dot_product_attention one question after the other, as a batch would pad. Keys
-and values are taken from a pile larger than the caches, as in a real step. Kev and torch take turns; medians are shown.
-Wall time says what a user waits for; processor time what it costs, also on a machine that does other things (there, use
-one thread). Rates are Kev's per second of processor time, so of one core.
+and values are taken from a pile larger than the caches, as in a real step. How time is taken: ``duel``. Rates are Kev's
+per second of processor time, so of one core.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from inference_svc.kernels.attention_calls import CAttention, declare_attention
+from bench.duel import Reading, Run, fight, parser_of, report, ring
+from inference_svc.kernels.attention_calls import CAttention
 from inference_svc.kernels.layout import CSegment, Precision
-from inference_svc.kernels.library import VARIANTS, Library, Pool, kernels
+from inference_svc.kernels.library import Library, Pool
 
 PILE_BYTES = 128 << 20
 MOST_LAYERS = 18
 DTYPES = {Precision.F32: torch.float32, Precision.BF16: torch.bfloat16}
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +68,19 @@ WORKS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """One work with keys and values of one precision."""
+class Speed(Reading):
+    """One work with keys and values of one precision; the bytes are theirs."""
 
     work: Work
     precision: str
-    kev_wall_us: float
-    kev_cpu_us: float
-    torch_wall_us: float
-    torch_cpu_us: float
-    gigabytes_per_cpu_s: float
-    gigaflops_per_cpu_s: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        work = self.work
+        size = f"{work.num_questions} x {work.context}"
+        heads = f"{work.num_heads}/{work.num_kv_heads} x {work.head_size}"
+        return work.name, size, heads, self.precision, *self.duel.columns
 
 
 class Rivals:
@@ -164,78 +157,21 @@ class Rivals:
 def measure(rivals: Rivals, work: Work, precision: Precision, seconds: float) -> Speed:
     """Alternate both for a while."""
     contestants = (rivals.kev(), rivals.plain())
-    for contestant in contestants:
-        next(contestant)()
-    times: list[list[tuple[float, float]]] = [[], []]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[1]) < 3:
-        for contestant, found in zip(contestants, times, strict=True):
-            call = next(contestant)
-            cpu, wall = time.process_time(), time.perf_counter()
-            call()
-            found.append((time.perf_counter() - wall, time.process_time() - cpu))
-    kev, other = ([statistics.median(column) for column in zip(*found, strict=True)] for found in times)
-    return Speed(
-        work=work,
-        precision=precision.name.lower(),
-        kev_wall_us=kev[0] * 1e6,
-        kev_cpu_us=kev[1] * 1e6,
-        torch_wall_us=other[0] * 1e6,
-        torch_cpu_us=other[1] * 1e6,
-        gigabytes_per_cpu_s=work.kv_bytes(precision) / kev[1] / 1e9,
-        gigaflops_per_cpu_s=work.flops / kev[1] / 1e9,
-    )
+    duel = fight(*contestants, seconds=seconds, num_bytes=work.kv_bytes(precision), ops=work.flops)
+    return Speed(work=work, precision=precision.name.lower(), duel=duel)
 
 
 def main() -> None:
     """Measure, show, save."""
-    arguments = _arguments()
-    library = kernels()
-    if not isinstance(library, Library):
-        raise SystemExit(f"there are no native kernels here: {library}")
-    declare_attention(library.calls)
-    if arguments.variant:
-        library.check(library.calls.kev_isa_select(arguments.variant.encode()))
-    torch.set_num_threads(arguments.threads)
+    arguments = parser_of(__doc__, ("f32", "bf16"), seconds=2.0).parse_args()
     speeds = []
-    with Pool(library, arguments.threads) as pool, torch.inference_mode():
+    with ring(arguments.threads, arguments.variant) as (library, pool):
         for precision in (Precision[name.upper()] for name in arguments.precisions):
             for work in WORKS:
                 rivals = Rivals(library, pool, work, precision)
                 speeds.append(measure(rivals, work, precision, arguments.seconds))
-    Console().print(_table(speeds, library.calls.kev_isa_name().decode(), arguments.threads))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(speed) for speed in speeds], indent=1), encoding="utf-8")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--precisions", nargs="+", choices=["f32", "bf16"], default=["bf16"])
-    parser.add_argument("--seconds", type=float, default=2.0, help="per line of the table")
-    parser.add_argument("--variant", choices=VARIANTS)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
-
-
-def _table(speeds: list[Speed], variant: str, threads: int) -> Table:
-    table = Table(title=f"attention, {variant}, {threads} threads; microseconds, wall (processor)")
-    for column in ("work", "questions x context", "heads", "type", "Kev", "torch", "torch / Kev", "GB/s", "GFLOP/s"):
-        table.add_column(column, justify="left" if column in ("work", "type") else "right")
-    for speed in speeds:
-        work = speed.work
-        table.add_row(
-            work.name,
-            f"{work.num_questions} x {work.context}",
-            f"{work.num_heads}/{work.num_kv_heads} x {work.head_size}",
-            speed.precision,
-            f"{speed.kev_wall_us:.0f} ({speed.kev_cpu_us:.0f})",
-            f"{speed.torch_wall_us:.0f} ({speed.torch_cpu_us:.0f})",
-            f"{speed.torch_cpu_us / speed.kev_cpu_us:.2f}",
-            f"{speed.gigabytes_per_cpu_s:.1f}",
-            f"{speed.gigaflops_per_cpu_s:.0f}",
-        )
-    return table
+    heads = ("work", "questions x context", "heads", "type")
+    report(f"attention, {arguments.threads} threads", heads, speeds, arguments.json)
 
 
 if __name__ == "__main__":

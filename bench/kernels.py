@@ -3,30 +3,23 @@
     python -m bench.kernels [--threads 2] [--rows 1 8 32 256] [--seconds 1] [--variant avx2] [--json out.json]
 
 Shapes are those of Gemma-3-270M: its widest layers, and the head with its search for the best token. Weights are taken
-from a pile larger than the caches, as in a real step. Kev and torch take turns; medians are shown. Wall time says what
-a user waits for; processor time what it costs, also on a machine that does other things (there, use one thread: torch's
-wait for each other at full speed). Rates are Kev's per second of processor time, so of one core.
+from a pile larger than the caches, as in a real step. How time is taken: ``duel``. Rates are Kev's per second of
+processor time, so of one core.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from bench.duel import Reading, Run, fight, parser_of, report, ring
 from inference_svc.kernels.layout import Precision
-from inference_svc.kernels.library import VARIANTS, Library, Pool, kernels
+from inference_svc.kernels.library import Library, Pool
 from inference_svc.kernels.packed import PackedWeight
 from inference_svc.kernels.quantized import int8_linear, quantize_rows
 
@@ -35,24 +28,19 @@ PILE_BYTES = 96 << 20
 MOST_HEAD_ROWS = 64
 """More rows of the head are never asked for at once."""
 
-Run = Callable[[], object]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speed:
-    """One linear at one number of rows."""
+class Speed(Reading):
+    """One linear at one number of rows; the bytes are those of its weights."""
 
     shape: str
     precision: str
     rows: int
-    kev_wall_us: float
-    kev_cpu_us: float
-    torch_wall_us: float
-    torch_cpu_us: float
-    gigabytes_per_cpu_s: float
-    """Weights read by Kev."""
-    gigaops_per_cpu_s: float
-    """Multiplications and additions by Kev."""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        return self.shape, self.precision, str(self.rows), *self.duel.columns
 
 
 class Rivals:
@@ -109,80 +97,26 @@ class Rivals:
 def measure(rivals: Rivals, shape: str, precision: Precision, rows: int, seconds: float) -> Speed:
     """Alternate both for a while."""
     argmax = shape == "head"
+    ops = 2.0 * rows * rivals.n * rivals.k
     contestants = (rivals.kev(rows, argmax), rivals.plain(rows, argmax))
-    for contestant in contestants:
-        next(contestant)()
-    times: list[list[tuple[float, float]]] = [[], []]
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[1]) < 5:
-        for contestant, found in zip(contestants, times, strict=True):
-            call = next(contestant)
-            cpu, wall = time.process_time(), time.perf_counter()
-            call()
-            found.append((time.perf_counter() - wall, time.process_time() - cpu))
-    kev, other = ([statistics.median(column) for column in zip(*found, strict=True)] for found in times)
-    return Speed(
-        shape=shape,
-        precision=precision.name.lower(),
-        rows=rows,
-        kev_wall_us=kev[0] * 1e6,
-        kev_cpu_us=kev[1] * 1e6,
-        torch_wall_us=other[0] * 1e6,
-        torch_cpu_us=other[1] * 1e6,
-        gigabytes_per_cpu_s=rivals.num_bytes / kev[1] / 1e9,
-        gigaops_per_cpu_s=2 * rows * rivals.n * rivals.k / kev[1] / 1e9,
-    )
+    duel = fight(*contestants, seconds=seconds, num_bytes=rivals.num_bytes, ops=ops)
+    return Speed(shape=shape, precision=precision.name.lower(), rows=rows, duel=duel)
 
 
 def main() -> None:
     """Measure, show, save."""
-    arguments = _arguments()
-    library = kernels()
-    if not isinstance(library, Library):
-        raise SystemExit(f"there are no native kernels here: {library}")
-    if arguments.variant:
-        library.check(library.calls.kev_isa_select(arguments.variant.encode()))
-    torch.set_num_threads(arguments.threads)
+    parser = parser_of(__doc__, ("f32", "bf16", "i8"), seconds=1.0)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
+    arguments = parser.parse_args()
     speeds = []
-    with Pool(library, arguments.threads) as pool, torch.inference_mode():
+    with ring(arguments.threads, arguments.variant) as (library, pool):
         for precision in (Precision[name.upper()] for name in arguments.precisions):
             for shape, size in SHAPES.items():
                 rivals = Rivals(library, pool, size, precision)
                 for rows in arguments.rows:
                     if shape != "head" or rows <= MOST_HEAD_ROWS:
                         speeds.append(measure(rivals, shape, precision, rows, arguments.seconds))
-    Console().print(_table(speeds, library.calls.kev_isa_name().decode(), arguments.threads))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(speed) for speed in speeds], indent=1), encoding="utf-8")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
-    parser.add_argument("--precisions", nargs="+", choices=["f32", "bf16", "i8"], default=["bf16", "i8"])
-    parser.add_argument("--seconds", type=float, default=1.0, help="per line of the table")
-    parser.add_argument("--variant", choices=VARIANTS)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
-
-
-def _table(speeds: list[Speed], variant: str, threads: int) -> Table:
-    table = Table(title=f"linears, {variant}, {threads} threads; microseconds, wall (processor)")
-    for column in ("shape", "precision", "rows", "Kev", "torch", "torch / Kev", "GB/s", "GOP/s"):
-        table.add_column(column, justify="left" if column in ("shape", "precision") else "right")
-    for speed in speeds:
-        table.add_row(
-            speed.shape,
-            speed.precision,
-            str(speed.rows),
-            f"{speed.kev_wall_us:.0f} ({speed.kev_cpu_us:.0f})",
-            f"{speed.torch_wall_us:.0f} ({speed.torch_cpu_us:.0f})",
-            f"{speed.torch_cpu_us / speed.kev_cpu_us:.2f}",
-            f"{speed.gigabytes_per_cpu_s:.1f}",
-            f"{speed.gigaops_per_cpu_s:.0f}",
-        )
-    return table
+    report(f"linears, {arguments.threads} threads", ("shape", "precision", "rows"), speeds, arguments.json)
 
 
 if __name__ == "__main__":
