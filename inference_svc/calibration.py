@@ -3,8 +3,8 @@
 Invariants and semantics: the prompts are texts of Kev's own, or ids drawn from a hash where there is no tokenizer: the
 same at every start. The model runs as transformers runs it, one prompt after the other. A prompt's first position is
 not counted: it takes outliers of its own, which no other position has.
-Measured on the demo model (1,600 tokens of other texts): the best token is that of fp32 at 84.9 % of the positions
-without scales, at 88.4 % with ids from a hash and at 91.4 % with texts.
+Measured on the demo model (mean divergence from fp32 over 1,600 tokens of other texts): 0.060 without scales, 0.030
+with ids from a hash, 0.019 with these texts.
 
 Not here: what follows from it (``equalize``).
 """
