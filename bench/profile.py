@@ -57,6 +57,8 @@ _LABELS = {
 }
 _ELEMENT_BYTES = {Precision.F32: 4.0, Precision.BF16: 2.0, Precision.I8: 1.0}
 _CONTEXT = 4096
+_FIRST_ID, _LAST_ID = 100, 30_000
+"""Of random prompts: no control tokens."""
 
 
 @dataclass(slots=True)
@@ -130,18 +132,31 @@ def _attention(model: NativeModel, window: int, segments: Sequence[Segment]) -> 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked, all at once."""
+
+    questions: int = 8
+    tokens: int = 1500
+    """Of a question, without the shared ones."""
+    shared: int = 0
+    """Tokens before them, common to all questions."""
+    new_tokens: int = 16
+    prefill_rows: int = 128
+
+
 class Run:
     """Questions through one engine core, step by step."""
 
-    def __init__(self, model: LoadedModel, arguments: argparse.Namespace) -> None:
+    def __init__(self, model: LoadedModel, load: Load) -> None:
         """Lay out an engine without its thread.
 
         Raises:
             SystemExit: the model has no native forward.
         """
-        shapes = model.shapes(arguments.questions, arguments.prefill_rows, min(64, arguments.prefill_rows))
-        context = arguments.shared + arguments.tokens + arguments.new_tokens
-        num_positions = arguments.questions * (context + model.alignment_positions)
+        shapes = model.shapes(load.questions, load.prefill_rows, min(64, load.prefill_rows))
+        context = load.shared + load.tokens + load.new_tokens
+        num_positions = load.questions * (context + model.alignment_positions)
         ledger = KVLedger(num_positions, model.alignment_positions)
         cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
         forward = model.forward_over(cache, shapes)
@@ -150,17 +165,16 @@ class Run:
         self._native, self._forward = model.native, forward
         self._runner = ModelRunner(forward, ledger, Sampler(frozenset()), ForwardLog())
         settings = SchedulerSettings(
-            node_id="profile", max_slots=arguments.questions, shapes=shapes, max_context=model.max_context
+            node_id="profile", max_slots=load.questions, shapes=shapes, max_context=model.max_context
         )
         self._scheduler = Scheduler(settings, ledger, SystemClock(), cache.scrub)
         self._precision = model.precision
-        self._questions, self._tokens = arguments.questions, arguments.tokens
-        self._new_tokens, self._shared = arguments.new_tokens, arguments.shared
+        self._load = load
 
     def profiles(self, machine: Machine) -> list[Profile]:
         """All questions to their end; what they cost, by kind of step."""
-        for index in range(self._questions):
-            self._scheduler.add(_question(index, self._tokens, self._new_tokens, self._shared))
+        for index in range(self._load.questions):
+            self._scheduler.add(_question(index, self._load))
         found: dict[StepKind, Profile] = {}
         while True:
             before, start = self._forward.work_ms(), time.perf_counter()
@@ -188,13 +202,10 @@ class Run:
             profile.lines[work].megabytes += megabytes
 
 
-def _question(index: int, num_tokens: int, new_tokens: int, num_shared: int) -> Question:
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(1000, 30_000, (num_tokens,), generator=generator).tolist()
-    if num_shared:
-        shared = torch.randint(1000, 30_000, (num_shared,), generator=torch.Generator().manual_seed(99)).tolist()
-        ids = shared + ids
-    sampling = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+def _question(index: int, load: Load) -> Question:
+    num_shared = load.shared
+    ids = _random_ids(num_shared, seed=99) + _random_ids(load.tokens, seed=100 + index)
+    sampling = SamplingParams(max_tokens=load.new_tokens, ignore_eos=True)
     item = WorkItem(
         request_id="profile",
         question_index=index,
@@ -215,6 +226,12 @@ def _question(index: int, num_tokens: int, new_tokens: int, num_shared: int) -> 
         answer=AnswerText(NoText(), sampling),
         eos_ids=frozenset(),
     )
+
+
+def _random_ids(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    made: list[int] = torch.randint(_FIRST_ID, _LAST_ID, (count,), generator=generator).tolist()
+    return made
 
 
 def _empty(precision: str, kind: StepKind) -> Profile:
@@ -263,13 +280,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=110)
     path = resolve_model(arguments.model, None, console.print).path
     torch.set_num_threads(arguments.threads)
+    load = Load(**{name: getattr(arguments, name) for name in Load.__dataclass_fields__})
     found: list[Profile] = []
     for precision in arguments.precisions:
         model = load_model(path, LoadSettings(precision=precision, max_context=_CONTEXT, backend=None))
         per_core = arguments.gigaops_int8 if precision == "int8" else arguments.gigaops_bf16
         threads = arguments.threads
         machine = Machine(per_core * threads, arguments.gigaops_bf16 * threads, arguments.gigabytes)
-        run = Run(model, arguments)
+        run = Run(model, load)
         run.profiles(machine)
         found += run.profiles(machine)
     for profile in found:
@@ -280,14 +298,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    load = Load()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "int8"], default=["bf16", "int8"])
-    parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1500, help="of a question, without the shared ones")
-    parser.add_argument("--shared", type=int, default=0, help="tokens before them, common to all questions")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--prefill-rows", type=int, default=128)
+    parser.add_argument("--questions", type=int, default=load.questions)
+    parser.add_argument("--tokens", type=int, default=load.tokens, help="of a question, without the shared ones")
+    parser.add_argument("--shared", type=int, default=load.shared, help="tokens before them, common to all questions")
+    parser.add_argument("--new-tokens", type=int, default=load.new_tokens)
+    parser.add_argument("--prefill-rows", type=int, default=load.prefill_rows)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--gigaops-bf16", type=float, default=234.0, help="peak of one core")
     parser.add_argument("--gigaops-int8", type=float, default=468.0, help="peak of one core")

@@ -23,6 +23,7 @@ COMPILER = os.environ.get("CXX", "g++")
 POOL = ("pool.cpp", "isa.cpp")
 LINEARS = (*POOL, *(path.name for name in ("linear*.cpp", "rowwise*.cpp") for path in sorted(KERNELS.glob(name))))
 ATTENTION = (*POOL, *(path.name for path in sorted(KERNELS.glob("attention*.cpp"))))
+FORWARD = tuple(path.name for path in sorted(KERNELS.glob("*.cpp")) if path.stem not in ("module", "capi"))
 ROWWISE = ("isa.cpp", *(path.name for path in sorted(KERNELS.glob("rowwise*.cpp"))))
 
 pytestmark = pytest.mark.timeout(900)
@@ -84,3 +85,9 @@ def test_attention_stays_within_its_memory_and_threads(tmp_path: Path, flags: tu
 def test_rows_stay_within_their_memory(tmp_path: Path) -> None:
     """Odd widths in buffers of exactly their size, every variant."""
     _run([str(_built(tmp_path, "rowwise_test", ROWWISE, MEMORY))])
+
+
+@pytest.mark.parametrize("flags", [MEMORY, RACES], ids=["memory", "races"])
+def test_forwards_stay_within_their_memory_and_threads(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Blocks of rows and shared outputs, odd widths, the last layer alone: equal bits, every variant."""
+    _run([str(_built(tmp_path, "forward_test", FORWARD, flags))])
