@@ -83,6 +83,8 @@ class Diversion(StrEnum):
     """The channel's oldest outstanding question was too old."""
     FAILURES = "failures"
     """Too many of the channel's latest questions failed."""
+    SHARE = "share"
+    """The channel had more than its share of the latest questions."""
     WAITED = "waited"
     """The question waited for a place, and found it on another channel."""
 
@@ -659,9 +661,14 @@ class IsolationReport:
     """A prefix found instead of computed never changed a row's bits in the probe."""
     fingerprint: str
     reason: str = ""
-    """Why a level is not offered, and the way out; empty when all are."""
+    """Why a level is not promised, and the way out; empty when all are."""
     probe_cached_at: float | None = None
     """When the whole probe passed, seconds since the epoch, if an earlier start ran it; None: it ran at this one."""
+
+    @property
+    def strict_refusal(self) -> str:
+        """Why level strict is not promised; empty when it is."""
+        return "" if dict(self.levels)[IsolationLevel.STRICT] is Verdict.BITWISE else self.reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,7 +124,7 @@ class NodeProcess:
             eos_ids=tokenizer.eos_ids,
             lease_timeout_s=self._config.cluster.lease_timeout_s,
             max_attempts=self._config.cluster.max_attempts,
-            strict_refusal=node.report.reason,
+            strict_refusal=node.report.strict_refusal,
             others_take_over=lambda: True,
         )
         metrics = self._telemetry.metrics

@@ -79,6 +79,8 @@ class ForwardContext:
     """Segments that a forward of this kind is laid out for at least."""
     layout: object | None = None
     """What a backend makes of the forward once, for all its layers."""
+    compiled: bool = False
+    """Whether kernels that can be compiled are, on a CPU too."""
 
     @classmethod
     def of(cls, plan: StepPlan, shapes: ForwardShapes, cache: KVCache, device: torch.device) -> ForwardContext:
@@ -228,13 +230,38 @@ def _hook(body: AttentionBody) -> Callable[..., tuple[torch.Tensor, None]]:
         layer = module.layer_idx
         if not isinstance(layer, int):
             raise UnsupportedModelError(f"{type(module).__name__} has no layer index; Kev cannot give it a KV cache")
-        used = kev_context.num_used
-        kev_context.cache.write(layer, kev_context.arena_rows, key[0, :, :used], value[0, :, :used])
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        call = kev_context.calls[layer] = LayerCall(layer, scale, sliding_window, softcap)
-        return body(query, call, kev_context), None
+        call = LayerCall(layer, scale, sliding_window, softcap)
+        return attend(body, query, key, value, call, kev_context), None
 
     return attention
+
+
+def attend(
+    body: AttentionBody,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: LayerCall,
+    context: ForwardContext,
+) -> torch.Tensor:
+    """One layer's attention in a forward: the new keys and values go into the arena, then every row looks.
+
+    Args:
+        body: the backend.
+        query: ``[1, H, R, D]``.
+        key: ``[1, Hkv, R, D]``.
+        value: ``[1, Hkv, R, Dv]``.
+        call: the layer.
+        context: the forward.
+
+    Returns:
+        ``[1, R, H, Dv]``.
+    """
+    used = context.num_used
+    context.cache.write(call.layer, context.arena_rows, key[0, :, :used], value[0, :, :used])
+    context.calls[call.layer] = call
+    return body(query, call, context)
 
 
 def _refuse_unknown(module: torch.nn.Module, others: dict[str, object]) -> None:
@@ -245,11 +272,11 @@ def _refuse_unknown(module: torch.nn.Module, others: dict[str, object]) -> None:
         raise UnsupportedModelError(f"{message} wrong, so it is refused; use a model with plain causal attention")
 
 
-def _no_mask(*_args: object, **_keywords: object) -> None:
+def no_mask(*_args: object, **_keywords: object) -> None:
     """Mask hook of transformers: the step plan says who sees what, nothing is built."""
 
 
 def register(backend: Backend, body: AttentionBody) -> None:
     """Make a backend known to transformers; safe to call again."""
     AttentionInterface.register(backend.attention_name, _hook(body))
-    AttentionMaskInterface.register(backend.attention_name, _no_mask)
+    AttentionMaskInterface.register(backend.attention_name, no_mask)

@@ -11,7 +11,7 @@ Not here: the reference (``attention``). Source: Dong 2024, Flex Attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -23,6 +23,7 @@ from inference_svc.plan import Segment
 
 BLOCK_POSITIONS = 128
 """Size of a block of queries or keys; extents are aligned to it."""
+_MAX_CODES = 64
 _GROUP_STEP = 8
 """Prefill forwards have this many segments, or a multiple: few shapes, few compilations."""
 
@@ -124,6 +125,19 @@ class FlexLayout:
         return visible
 
 
+def prepare(context: ForwardContext, windows: Iterable[int | None], device: torch.device) -> None:
+    """Lay a forward out and make its masks, which cannot be made inside of compiled code.
+
+    Args:
+        context: the forward.
+        windows: of the layers.
+        device: where the arena is.
+    """
+    context.layout = layout = FlexLayout.of(context, device)
+    for window in windows:
+        layout.mask(window, device)
+
+
 def flex_backend(query: _Tensor, call: LayerCall, context: ForwardContext) -> _Tensor:
     """Attention of every question over its own blocks of the arena.
 
@@ -143,7 +157,7 @@ def flex_backend(query: _Tensor, call: LayerCall, context: ForwardContext) -> _T
     own = query[0].index_select(1, layout.gather).view(num_heads, groups, rows, head_size).transpose(0, 1).contiguous()
     key = context.cache.keys[call.layer].transpose(0, 1).unsqueeze(0)
     value = context.cache.values[call.layer].transpose(0, 1).unsqueeze(0)
-    made = _kernel(query.device.type)(
+    made = _kernel(context.compiled or query.device.type == "cuda")(
         own,
         key,
         value,
@@ -159,10 +173,14 @@ def flex_backend(query: _Tensor, call: LayerCall, context: ForwardContext) -> _T
 
 
 @cache
-def _kernel(device_type: str) -> Callable[..., _Tensor]:
-    """The compiled kernel on a GPU; elsewhere the eager form, which is for small sizes."""
+def _kernel(compiled: bool) -> Callable[..., _Tensor]:
+    """The compiled kernel, which a GPU always has; the eager form is for small sizes."""
     kernel: Callable[..., _Tensor] = flex_attention
-    return torch.compile(kernel, dynamic=False) if device_type == "cuda" else kernel
+    if not compiled:
+        return kernel
+    # One code for each shape, window and arena; beyond torch's limit there is an error, never the eager form.
+    torch._dynamo.config.recompile_limit = max(_MAX_CODES, torch._dynamo.config.recompile_limit)
+    return torch.compile(kernel, dynamic=False, fullgraph=True)
 
 
 @cache

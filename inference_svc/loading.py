@@ -25,6 +25,7 @@ from common.ports import Clock
 from common.tokenization import Tokenizer
 from common.types import IsolationLevel
 from inference_svc.attention import Backend
+from inference_svc.compiled import keep_compiled_in
 from inference_svc.devices import engine_devices, threads_per_core
 from inference_svc.equality import differing
 from inference_svc.gpus import visible_gpus
@@ -65,7 +66,7 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock, *, fresh_p
     """
     tokenizer = _tokenizer(path, config)
     device, *_ = engine_devices(config, visible_gpus())
-    model = load_model(path, _load_settings(config, device, config.core.num_threads))
+    model = _loaded(path, config, device, config.core.num_threads)
     with _closed_on_error(model):
         settings = _node_settings(config, tokenizer, node_id, config.debug.forward_log)
         node = Node(model, replace(settings, fresh_probe=fresh_probe), clock)
@@ -93,7 +94,7 @@ def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNod
     nodes: list[Node] = []
     for index, device in enumerate(devices):
         if device not in models:
-            models[device] = load_model(path, _load_settings(config, device, num_threads))
+            models[device] = _loaded(path, config, device, num_threads)
         node_id = f"{name}-{index}" if len(devices) == 1 else f"{name}-{index}-{device}"
         forward_log = config.debug.forward_log + (f".{node_id}" if config.debug.forward_log and index else "")
         with _closed_on_error(models[device]):
@@ -135,6 +136,17 @@ def _projection(model: LoadedModel, config: Config) -> np.ndarray:
     return projection_table(model, config.router.semantic_planes, config.router.hash_key)
 
 
+def _loaded(path: Path, config: Config, device: str, num_threads: int) -> LoadedModel:
+    model = load_model(path, _load_settings(config, device, num_threads))
+    if not config.core.compile:
+        return model
+    from inference_svc.compile_model import compiled
+
+    keep_compiled_in(cache_root(config.core.cache_dir or None, os.environ) / "compiled")
+    shapes = model.shapes(config.router.max_parallel_queries, config.core.prefill_rows, config.core.segment_tokens)
+    return compiled(model, shapes)
+
+
 def _load_settings(config: Config, device: str, num_threads: int) -> LoadSettings:
     core = config.core
     return LoadSettings(
@@ -156,6 +168,7 @@ def _node_settings(config: Config, tokenizer: Tokenizer, node_id: str, forward_l
         prefill_rows=core.prefill_rows,
         segment_tokens=core.segment_tokens,
         kv_cache_bytes=core.kv_cache_bytes,
+        prefix_cache_bytes=core.prefix_cache_bytes,
         kv_cache=isolation.kv_cache,
         level=isolation.level,
         forward_log=forward_log,
@@ -163,4 +176,3 @@ def _node_settings(config: Config, tokenizer: Tokenizer, node_id: str, forward_l
         replay_rate=isolation.replay_rate,
         eos_ids=tokenizer.eos_ids,
     )
-        prefix_cache_bytes=core.prefix_cache_bytes,

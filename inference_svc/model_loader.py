@@ -26,6 +26,7 @@ from common.errors import ConfigError, InvariantError, ModelError, UnsupportedMo
 from inference_svc.architecture import check_architecture, check_parallel
 from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
 from inference_svc.calibration import Prompts, calibrate, calibration_prompts
+from inference_svc.compiled import CompiledModule
 from inference_svc.decoder import FAMILIES, read_decoder
 from inference_svc.equalize import equalized
 from inference_svc.file_pages import let_go_after_use
@@ -51,7 +52,7 @@ _LOG = logging.getLogger("kev.model")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
 """Type of keys and values, and of the weights as they are loaded."""
 _NATIVE_PRECISIONS = {"fp32": Precision.F32, "bf16": Precision.BF16, "int8": Precision.I8}
-_BODIES: Mapping[Backend, AttentionBody] = {
+BODIES: Mapping[Backend, AttentionBody] = {
     Backend.CPU: cpu_attention,
     Backend.REFERENCE: reference_attention,
     Backend.FLEX: flex_backend,
@@ -75,6 +76,8 @@ class LoadedModel:
     """Positions of one channel: the smaller of the configured limit and the model's own."""
     fingerprint: str
     """SHA-256 over configuration, tensor layout, sampled weight pages, precision, backend and kernels."""
+    compiled: CompiledModule | None = None
+    """Runs instead of the module."""
     ranks: Ranks | None = None
     """The other processes that hold a part of the model; then ``module`` and ``geometry`` are those of one part."""
 
@@ -101,7 +104,7 @@ class LoadedModel:
 
     def torch_forward_over(self, cache: KVCache, shapes: ForwardShapes) -> TorchForward:
         """A forward of the module that this process holds."""
-        return TorchForward(self._module(), cache, shapes, self.device)
+        return TorchForward(self._module(), cache, shapes, self.device, self.compiled)
 
     def close(self) -> None:
         """End the other processes that hold a part of the model."""
@@ -365,7 +368,7 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
 
 
 def _register_backends() -> None:
-    for backend, body in _BODIES.items():
+    for backend, body in BODIES.items():
         register(backend, body)
 
 

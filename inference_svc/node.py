@@ -104,7 +104,7 @@ class Node:
             keep_prefixes=settings.kv_cache is KVCacheMode.SHARED_READONLY,
             max_prefix_positions=_prefix_limit(settings.prefix_cache_bytes, model.geometry.position_bytes),
             fingerprint=model.fingerprint,
-            verdict=verdict,
+            unverified=frozenset(level for level, found in self.report.levels if found is not Verdict.BITWISE),
         )
         self.scheduler = Scheduler(scheduler_settings, self.ledger, clock, self.cache.scrub)
         self.runner = ModelRunner(forward, self.ledger, Sampler(settings.eos_ids), self._forward_log)
@@ -179,17 +179,20 @@ def _probed(bench: Bench, model: LoadedModel, settings: NodeSettings, clock: Clo
 def _report(
     model: LoadedModel, shapes: ForwardShapes, probe: ProbeReport, probe_cached_at: float | None
 ) -> IsolationReport:
-    reason = ""
+    broken = ""
     if model.backend is Backend.REFERENCE:
-        reason = "the reference backend mixes questions in one kernel call; strict needs core.backend: cpu"
-    elif not probe.passed:
-        reason = (
+        broken = "the reference backend mixes questions in one kernel call; strict needs core.backend: cpu"
+    elif not probe.keeps_strict:
+        broken = (
             f"on this machine {probe.culprit} a question's bits in {model.precision}; set core.precision to another "
             "type, or isolation.level to loose or shared to run without the bitwise promise"
         )
-    verdict = Verdict.UNVERIFIED if reason else Verdict.BITWISE
+    apart = "" if probe.passed else f"on this machine {probe.culprit} a question's bits: only strict is promised"
+    levels = dict.fromkeys(IsolationLevel, Verdict.UNVERIFIED if broken or apart else Verdict.BITWISE)
+    if not broken:  # shares nothing
+        levels[IsolationLevel.STRICT] = Verdict.BITWISE
     return IsolationReport(
-        levels=tuple((level, verdict) for level in IsolationLevel),
+        levels=tuple(levels.items()),
         backend=model.backend.value,
         precision=model.precision,
         num_threads=torch.get_num_threads(),
@@ -199,6 +202,6 @@ def _report(
         position_independent=probe.position_independent,
         prefix_independent=probe.prefix_independent,
         fingerprint=model.fingerprint,
-        reason=reason,
+        reason=broken or apart,
         probe_cached_at=probe_cached_at,
     )

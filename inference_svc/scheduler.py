@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from common.errors import InvariantError, KevError, PromptTooLongError
 from common.ports import Clock
-from common.types import ChannelEvent, FinishReason, Receipt, Verdict
+from common.types import ChannelEvent, FinishReason, IsolationLevel, Receipt, Verdict
 from inference_svc.mask_summary import segment_digest
 from inference_svc.plan import ForwardShapes, Segment, StepKind, StepOutput, StepPlan
 from inference_svc.prefixes import PrefixEntry, PrefixTable
@@ -45,7 +45,8 @@ class SchedulerSettings:
     max_prefix_positions: int | None = None
     """Positions beyond which unreferenced prefixes go although there is room; None for no such limit."""
     fingerprint: str = ""
-    verdict: Verdict = Verdict.UNVERIFIED
+    unverified: frozenset[IsolationLevel] = frozenset(IsolationLevel)
+    """Levels whose bits are not promised."""
 
 
 class Scheduler:
@@ -371,9 +372,10 @@ class Scheduler:
         self._retired.append(sequence.sequence_id)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ended.append(sequence)
+        level = sequence.item.isolation
         receipt = Receipt(
-            level=sequence.item.isolation,
-            verdict=self._settings.verdict,
+            level=level,
+            verdict=Verdict.UNVERIFIED if level in self._settings.unverified else Verdict.BITWISE,
             mask_digest=sequence.mask_digest.hex(),
             fingerprint=self._settings.fingerprint,
         )

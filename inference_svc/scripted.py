@@ -65,7 +65,7 @@ class ScriptedNode:
             max_slots=slots,
             shapes=shapes,
             max_context=config.core.max_context,
-            verdict=Verdict.BITWISE,
+            unverified=frozenset(),
         )
         self.ledger = KVLedger(slots * config.core.max_context)
         self._max_slots = slots
