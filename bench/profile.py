@@ -26,14 +26,14 @@ from rich.table import Table
 from common.clock import SystemClock
 from common.types import IsolationLevel, Prompt, SamplingParams, WorkItem
 from inference_svc.answer import AnswerText, NoText
-from inference_svc.kernels.layout import CLayer, CWeight, Precision, Work
+from inference_svc.kernels.layout import CLayer, CModel, CWeight, Precision, Work
 from inference_svc.kv_cache import KVCache
 from inference_svc.mask_summary import ForwardLog
 from inference_svc.model_loader import LoadedModel, LoadSettings, load_model
 from inference_svc.model_runner import ModelRunner
 from inference_svc.native_forward import NativeForward
 from inference_svc.native_model import NativeModel
-from inference_svc.plan import Segment, StepKind, StepPlan
+from inference_svc.plan import StepKind, StepPlan
 from inference_svc.sampler import Sampler
 from inference_svc.scheduler import Scheduler, SchedulerSettings
 from inference_svc.sequence import Sequence as Question
@@ -106,15 +106,25 @@ class Machine:
 
 
 def work_of(model: NativeModel, plan: StepPlan) -> Iterator[tuple[Work, float, float]]:
-    """Operations (1e9) and bytes (1e6) of a step, by kind."""
-    rows = plan.num_used
-    for index in range(model.model.num_layers):
+    """Operations (1e9) and bytes (1e6) that a step needs, by kind.
+
+    Of the last layer that is keys and values of all rows, and the rest for the rows whose next token is wanted.
+    """
+    shape, rows = model.model, plan.num_used
+    everywhere = [(segment.position, segment.end) for segment in plan.segments]
+    wanted = [(segment.end - 1, segment.end) for segment in plan.segments if segment.sampling is not None]
+    for index in range(shape.num_layers):
         layer: CLayer = model.layers[index]
         mlp = model.mlps[index]
-        for work, weight in ((Work.QKV, layer.qkv), (Work.OUT, layer.out), (Work.UP, mlp.up), (Work.DOWN, mlp.down)):
-            yield work, *_linear(weight, rows)
-        yield Work.ATTENTION, *_attention(model, layer.window, plan.segments)
-    yield Work.HEAD, *_linear(model.model.head, sum(segment.sampling is not None for segment in plan.segments))
+        last = index == shape.num_layers - 1
+        needed, spans = (len(wanted), wanted) if last else (rows, everywhere)
+        queries = shape.num_heads * shape.head_size
+        yield Work.QKV, *_linear(layer.qkv, rows)
+        yield Work.QKV, -2.0 * (rows - needed) * queries * layer.qkv.k / 1e9, 0.0
+        for work, weight in ((Work.OUT, layer.out), (Work.UP, mlp.up), (Work.DOWN, mlp.down)):
+            yield work, *_linear(weight, needed)
+        yield Work.ATTENTION, *_attention(shape, layer.window, spans)
+    yield Work.HEAD, *_linear(shape.head, len(wanted))
 
 
 def _linear(weight: CWeight, rows: int) -> tuple[float, float]:
@@ -122,14 +132,12 @@ def _linear(weight: CWeight, rows: int) -> tuple[float, float]:
     return 2.0 * rows * size / 1e9, size * _ELEMENT_BYTES[Precision(weight.precision)] / 1e6 if rows else 0.0
 
 
-def _attention(model: NativeModel, window: int, segments: Sequence[Segment]) -> tuple[float, float]:
-    shape = model.model
-    seen = sum(min(p + 1, window or p + 1) for s in segments for p in range(s.position, s.end))
-    spans = sum(min(s.end, (window or s.end) + s.num_rows - 1) for s in segments)
-    element = _ELEMENT_BYTES[Precision(shape.kv_type)]
-    return 4.0 * seen * shape.num_heads * shape.head_size / 1e9, (
-        2.0 * spans * shape.num_kv_heads * shape.head_size * element / 1e6
-    )
+def _attention(shape: CModel, window: int, spans: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Of queries at positions ``[start, end)``, span by span."""
+    visible = sum(min(p + 1, window or p + 1) for start, end in spans for p in range(start, end))
+    seen = sum(min(end, (window or end) + end - start - 1) for start, end in spans)
+    row_bytes = 2.0 * shape.num_kv_heads * shape.head_size * _ELEMENT_BYTES[Precision(shape.kv_type)]
+    return 4.0 * visible * shape.num_heads * shape.head_size / 1e9, seen * row_bytes / 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

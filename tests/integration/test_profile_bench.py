@@ -21,9 +21,14 @@ def test_a_profile_accounts_for_every_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert all(line.ms >= 0.0 for line in one.lines[:-1])
     assert {one.kind for one in found} >= {"prefill", "decode"}
     assert sum(one.rows * one.num_steps for one in found) == pytest.approx(30 + 2 * 20 + 2 * 3)
-    mlp = next(line for line in found[0].lines if line.work == "linear gate and up")
-    layers = model.geometry.num_layers
+    decode = next(one for one in found if one.kind == "decode")
+    mlp = next(line for line in decode.lines if line.work == "linear gate and up")
     assert model.native is not None
     up = model.native.mlps[0].up
-    assert mlp.gigaops == pytest.approx(2e-9 * found[0].rows * up.n * up.k * layers)
+    assert mlp.gigaops == pytest.approx(2e-9 * decode.rows * up.n * up.k * model.geometry.num_layers)
     assert mlp.floor_ms == pytest.approx(max(mlp.gigaops / 100 * 1e3, mlp.megabytes / 10))
+    prefill = next(one for one in found if one.kind == "prefill")
+    used = next(line for line in prefill.lines if line.work == "linear gate and up")
+    assert used.gigaops < 2e-9 * prefill.rows * up.n * up.k * model.geometry.num_layers, (
+        "the last layer is not all needed"
+    )
