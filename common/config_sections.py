@@ -201,7 +201,7 @@ class RouterConfig(Section):
     virtual_nodes: int = Field(default=64, ge=1, le=4096)
     """Points per channel on the ring (strategy consistent_hash)."""
     load_bound: float = Field(default=1.25, gt=1, le=100)
-    """Most load of a channel as a multiple of the mean (strategy consistent_hash)."""
+    """Most load of a channel (consistent_hash), and most of the latest questions, as a multiple of the mean."""
     prebucket_classes: Annotated[
         tuple[PrebucketClass, ...],
         _Lax,

@@ -59,6 +59,7 @@ class ChannelPool(Generic[QuestionT]):
         channel_queue_bytes: int | None = None,
         overflow_queue_bytes: int | None = None,
         breaker: BreakerRules | None = None,
+        share_bound: float | None = None,
         recent_s: float = 60.0,
         burden_of: Callable[[QuestionT], Burden] = lambda _: _WEIGHTLESS,
     ) -> None:
@@ -72,6 +73,7 @@ class ChannelPool(Generic[QuestionT]):
             channel_queue_bytes: bytes from which on a channel takes no more; None for no bound.
             overflow_queue_bytes: bytes from which on the overflow queue takes no more; None for no bound.
             breaker: when age and failures open a channel's breaker; None: they never do.
+            share_bound: most of the latest questions that one channel has, as a multiple of the mean; None: no bound.
             recent_s: window of ``ChannelSnapshot.num_recent``.
             burden_of: asked when a question is placed and when it begins to wait; must always say the same.
 
@@ -81,7 +83,10 @@ class ChannelPool(Generic[QuestionT]):
         if num_channels < 1 or channel_queue_size < 1 or breaker_queue_length < 0 or (overflow_queue_size or 0) < 0:
             raise InvariantError("a pool needs channels and room on each of them")
         limits = Limits(
-            max_entries=channel_queue_size, max_bytes=channel_queue_bytes, queue_length=breaker_queue_length
+            max_entries=channel_queue_size,
+            max_bytes=channel_queue_bytes,
+            queue_length=breaker_queue_length,
+            share_bound=share_bound,
         )
         self._channels: Occupancy[QuestionT] = Occupancy(num_channels, limits, breaker or BreakerRules(), recent_s)
         self._num_places = num_channels * channel_queue_size

@@ -7,9 +7,14 @@ idle channel.
 The breaker: a question goes to the shortest channel instead of the one picked if that one is ``queue_length`` or more
 outstanding questions longer than the shortest one (an idle channel has none), if it has no room, or if its ``Breaker``
 is open. The shortest one is looked for in the lane of the pick, among the channels that have room and whose breakers
-take questions; where there are none, among all that have room. Of equally short ones it is the next after the pick,
-counted round, so that diverted buckets do not meet, and equal loads give equal detours. ``queue_length`` 0 switches all
+take questions; where there are none, among all that have room. Of equally short ones it is the one that has had the
+fewest of the latest questions, and of these the next after the pick, counted round. ``queue_length`` 0 switches all
 of it off.
+
+A channel that has had its share of the latest questions is spared while others are at work: once it has had more than
+``share_bound`` times the mean of its lane, a question for it goes to the channel that has had the fewest among those
+that hold no more. So one popular bucket does not make one busy channel. Until four questions a channel have come, and
+while fewer than one channel in four is busy, shares say nothing.
 
 Not here: who waits, the pace (``channels``), clocks (time is passed in).
 """
@@ -28,6 +33,11 @@ from router_svc.windows import SlidingCounts
 
 _LOOK_INTERVAL_S = 0.25
 """How often all breakers are told the time; questions come far more often."""
+
+_MIN_RECENT = 4
+"""Questions a channel, on average, from which on shares mean something."""
+_BUSY_SHARE = 4
+"""One channel in so many must be busy for shares to matter."""
 
 QuestionT = TypeVar("QuestionT", bound=Hashable)
 
@@ -64,6 +74,8 @@ class Limits:
     """None: no bound."""
     queue_length: int = 0
     """See the module."""
+    share_bound: float | None = None
+    """Most of the latest questions, as a multiple of the mean; None: no bound."""
 
 
 @dataclass(slots=True)
@@ -114,7 +126,13 @@ class Occupancy(Generic[QuestionT]):
             return picked, None
         other = self._shortest(picked, lane)
         why = self._why_divert(picked, other)
-        return (picked, None) if why is None else (other, why)
+        if why is Diversion.QUEUE_LENGTH and self._limits.share_bound is not None:
+            return self._spare(picked, lane, self.loads[other]), why
+        if why is not None:
+            return other, why
+        has_had_its_share = self._has_had_its_share(picked, lane)
+        spare = self._spare(picked, lane, self.loads[picked]) if has_had_its_share else picked
+        return (picked, None) if spare == picked else (spare, Diversion.SHARE)
 
     def put_on(self, question: QuestionT, placement: Placement, burden: Burden, now_s: float | None) -> Place:
         """A question takes its place."""
@@ -220,6 +238,28 @@ class Occupancy(Generic[QuestionT]):
             return Diversion.FULL
         is_long = self.loads[picked] - self.loads[other] >= self._limits.queue_length
         return Diversion.QUEUE_LENGTH if is_long else None
+
+    def _has_had_its_share(self, picked: int, lane: Sequence[int] | None) -> bool:
+        bound, recent = self._limits.share_bound, self._recent
+        num_channels = len(self.loads) if lane is None else len(lane)
+        # The cheap questions first: most channels are far below the bound.
+        if bound is None or recent.count(picked) < _MIN_RECENT:
+            return False
+        total = recent.total if lane is None else sum(map(recent.count, lane))
+        if total < _MIN_RECENT * num_channels or sum(map(bool, self.loads)) * _BUSY_SHARE < len(self.loads):
+            return False
+        return (recent.count(picked) + 1) * num_channels > bound * (total + num_channels)
+
+    def _spare(self, picked: int, lane: Sequence[int] | None, max_load: int) -> int:
+        """The channel that has had the fewest of the latest questions among those that hold so many or fewer."""
+        loads, count = self.loads, self._recent.count
+        able = [
+            channel_id
+            for channel_id in (range(len(loads)) if lane is None else lane)
+            if loads[channel_id] <= max_load
+            and (self._all_take or (self.has_room(channel_id) and self._breakers[channel_id].takes))
+        ]
+        return min(able, key=lambda c: (count(c), loads[c], c < picked, c), default=picked)
 
     def _see_who_takes(self) -> None:
         max_bytes = self._limits.max_bytes

@@ -38,6 +38,7 @@ def build_pool(settings: RouterSettings) -> ChannelPool[PendingQuestion]:
             window_s=settings.breaker_window_ms / 1000,
             cooldown_s=settings.breaker_cooldown_ms / 1000,
         ),
+        share_bound=settings.load_bound,
         recent_s=settings.hot_spot_window_ms / 1000,
         burden_of=lambda question: _burden_of(question, settings.priority_step_ms / 1000),
     )

@@ -35,6 +35,7 @@ class Diversion(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DIVERSION_AGE: _ClassVar[Diversion]
     DIVERSION_FAILURES: _ClassVar[Diversion]
     DIVERSION_WAITED: _ClassVar[Diversion]
+    DIVERSION_SHARE: _ClassVar[Diversion]
 
 class BreakerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -112,6 +113,7 @@ DIVERSION_FULL: Diversion
 DIVERSION_AGE: Diversion
 DIVERSION_FAILURES: Diversion
 DIVERSION_WAITED: Diversion
+DIVERSION_SHARE: Diversion
 BREAKER_STATE_UNSPECIFIED: BreakerState
 BREAKER_STATE_CLOSED: BreakerState
 BREAKER_STATE_OPEN: BreakerState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -38,6 +39,41 @@ def test_channels_are_there_from_the_start() -> None:
         (1, 0, False),
         (2, 0, False),
     ]
+
+
+def test_a_popular_channel_is_spared_once_it_has_had_its_share() -> None:
+    """One popular bucket would make one busy channel, though it is free whenever a question for it comes."""
+    pool: ChannelPool[int] = ChannelPool(
+        8, channel_queue_size=8, overflow_queue_size=0, breaker_queue_length=1, share_bound=1.25, recent_s=60.0
+    )
+    for busy in range(3):
+        assert pool.place(-1 - busy, to(7 - busy), now_s=0.0) is not None
+    num_placed, whys = Counter[int](), set()
+    for number in range(400):
+        now_s = number / 100
+        placement = pool.place(number, to(0) if number % 2 else to(number // 2 % 5), now_s=now_s)
+        assert placement is not None
+        whys.add(placement.diverted_why)
+        num_placed[placement.channel_id] += 1
+        pool.release(number, now_s)
+    assert whys == {None, Diversion.SHARE}
+    # Three channels are busy all the time and take nothing.
+    assert max(num_placed.values()) <= 1.3 * 400 / 5
+    assert min(pool.loads) == 0
+
+
+@pytest.mark.parametrize(("num_busy", "num_questions"), [(1, 200), (3, 30)])
+def test_shares_say_nothing_about_few_questions_or_an_idle_pool(num_busy: int, num_questions: int) -> None:
+    """Somebody who tries a question a few times finds it on other channels than the strategy says."""
+    pool: ChannelPool[int] = ChannelPool(
+        8, channel_queue_size=8, overflow_queue_size=0, breaker_queue_length=1, share_bound=1.25, recent_s=60.0
+    )
+    for busy in range(num_busy):
+        pool.place(-1 - busy, to(7 - busy), now_s=0.0)
+    for number in range(num_questions - num_busy):
+        placement = pool.place(number, to(0), now_s=0.0)
+        assert placement is not None and placement.channel_id == 0
+        pool.release(number, 0.0)
 
 
 def test_a_full_channel_takes_no_more() -> None:
