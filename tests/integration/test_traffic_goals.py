@@ -119,10 +119,7 @@ def test_the_story_hurts_and_its_remedies_help(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_goals_are_reached(name: str) -> None:
     """The router became unfair under skew: look at the figures of ``python -m bench.traffic``."""
-    missed = [goal for goal in told(name).goals if not goal.reached]
-    # Affinity keeps sending a hot bucket to its channel whenever that is idle; nobody waits longer for it.
-    known = [goal for goal in missed if (goal.case, goal.what) == ("semantic_hash, breaker", "max/mean channel load")]
-    assert missed == known
+    assert [goal for goal in told(name).goals if not goal.reached] == []
 
 
 def test_the_hot_story_has_goals_and_so_has_the_giant() -> None:
