@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 from common.cache_dir import cache_root
 from common.config import Config
 from common.errors import IsolationUnavailableError
+from common.model_files import projection_path
 from common.ports import Clock
 from common.tokenization import Tokenizer
 from common.types import IsolationLevel
@@ -70,7 +71,7 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock, *, fresh_p
     with _closed_on_error(model):
         settings = _node_settings(config, tokenizer, node_id, config.debug.forward_log)
         node = Node(model, replace(settings, fresh_probe=fresh_probe), clock)
-        return OpenedNode(node, tokenizer, _projection(model, config))
+        return OpenedNode(node, tokenizer, _projection(path, model, config))
 
 
 def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNodes:
@@ -102,7 +103,7 @@ def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNod
         if len(devices) > 1:
             _LOG.info("engine core %d of %d is ready on %s", index + 1, len(devices), device)
     _require_equal(nodes, devices, config.isolation.level)
-    return OpenedNodes(tuple(nodes), tokenizer, _projection(nodes[0].model, config))
+    return OpenedNodes(tuple(nodes), tokenizer, _projection(path, nodes[0].model, config))
 
 
 @contextmanager
@@ -132,7 +133,12 @@ def _tokenizer(path: Path, config: Config) -> Tokenizer:
     )
 
 
-def _projection(model: LoadedModel, config: Config) -> np.ndarray:
+def _projection(path: Path, model: LoadedModel, config: Config) -> np.ndarray:
+    """The table that a node has left beside the model, else a new one, which takes about a second."""
+    with suppress(OSError, ValueError):
+        kept = np.load(projection_path(path, config), mmap_mode="r", allow_pickle=False)
+        if kept.shape == (model.vocab_size,):
+            return np.asarray(kept)
     return projection_table(model, config.router.semantic_planes, config.router.hash_key)
 
 

@@ -289,9 +289,7 @@ def _described(
     )
 
 
-def _packed(
-    module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings, prompts: Prompts
-) -> NativeModel:
+def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings, prompts: Prompts) -> NativeModel:
     """Packed weights that give transformers' logits. The module is empty afterwards."""
     library = _library()
     dtype = next(module.parameters()).dtype

@@ -249,9 +249,13 @@ async def test_a_long_request_shares_the_engine(runner: GuidedRunner) -> None:
             done.append(name)
             return results
 
+        runner.gate.clear()
         large = asyncio.ensure_future(ask("large", [Question(f"large {i}") for i in range(200)]))
         await until(lambda: runner.forwards)
         small = asyncio.ensure_future(ask("small", [Question("small")]))
+        while (await engine.stats()).router.num_questions < 201:
+            await asyncio.sleep(0.001)
+        runner.gate.set()
         assert (await small)[0].text == "small"
         assert {result.finish_reason for result in await large} == {FinishReason.STOP}
         assert done == ["small", "large"]
