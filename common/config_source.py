@@ -21,6 +21,7 @@ from common.errors import ConfigError
 from common.wording import alternatives, nearest, shown
 
 ENV_PREFIX = "KEV__"
+_MAX_DEPTH = 32
 
 _FLOAT = r"""[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?
     |[-+]?[0-9]+[eE][-+]?[0-9]+
@@ -34,8 +35,24 @@ _CORE_SCHEMA = (
 )
 
 
+class _TooDeepError(Exception):
+    """A value lies in more lists and mappings than any configuration needs."""
+
+
 class _CoreLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with the YAML 1.2 core schema, refusing duplicate keys."""
+    """PyYAML's safe loader with the YAML 1.2 core schema, refusing duplicate keys and deep nests."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self._depth >= _MAX_DEPTH:
+            raise _TooDeepError
+        self._depth += 1
+        try:
+            node: yaml.Node | None = super().compose_node(parent, index)
+            return node
+        finally:
+            self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[str] = set()
@@ -128,8 +145,8 @@ def _parse_yaml(text: str, origin: str) -> object:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{origin}, line {line}: has the character U+{error.character:04X}, not allowed") from None
-    except RecursionError:
-        raise ConfigError(f"{origin}: is nested too deeply") from None
+    except _TooDeepError:
+        raise ConfigError(f"{origin}: is nested too deeply, in more than {_MAX_DEPTH} lists and mappings") from None
     except ValueError as error:
         raise ConfigError(f"{origin}: is not valid YAML: {error}") from None
 
