@@ -7,14 +7,13 @@ idle channel.
 The breaker: a question goes to the shortest channel instead of the one picked if that one is ``queue_length`` or more
 outstanding questions longer than the shortest one (an idle channel has none), if it has no room, or if its ``Breaker``
 is open. The shortest one is looked for in the lane of the pick, among the channels that have room and whose breakers
-take questions; where there are none, among all that have room. Of equally short ones it is the one that has had the
-fewest of the latest questions, and of these the next after the pick, counted round. ``queue_length`` 0 switches all
-of it off.
+take questions; where there are none, among all that have room. Of equally short ones it is the next after the pick,
+counted round. ``queue_length`` 0 switches all of it off.
 
-A channel that has had its share of the latest questions is spared while others are at work: once it has had more than
-``share_bound`` times the mean of its lane, a question for it goes to the channel that has had the fewest among those
-that hold no more. So one popular bucket does not make one busy channel. Until four questions a channel have come, and
-while fewer than one channel in four is busy, shares say nothing.
+Shares matter once four questions a channel have come lately, while one channel in four is busy. Then of equally short
+channels the one is taken that has had the fewest of the latest questions; and a channel that has had more than
+``share_bound`` times the mean of its lane is spared: a question for it goes to the one that has had the fewest among
+those that hold no more. So one popular bucket does not make one busy channel.
 
 Not here: who waits, the pace (``channels``), clocks (time is passed in).
 """
@@ -126,13 +125,12 @@ class Occupancy(Generic[QuestionT]):
             return picked, None
         other = self._shortest(picked, lane)
         why = self._why_divert(picked, other)
-        if why is Diversion.QUEUE_LENGTH and self._limits.share_bound is not None:
-            return self._spare(picked, lane, self.loads[other]), why
-        if why is not None:
-            return other, why
-        has_had_its_share = self._has_had_its_share(picked, lane)
-        spare = self._spare(picked, lane, self.loads[picked]) if has_had_its_share else picked
-        return (picked, None) if spare == picked else (spare, Diversion.SHARE)
+        if why is None:
+            spare = self._spare(picked, lane, self.loads[picked]) if self._has_had_its_share(picked, lane) else picked
+            return (picked, None) if spare == picked else (spare, Diversion.SHARE)
+        if why is Diversion.QUEUE_LENGTH and self._shares_matter(lane):
+            other = self._spare(picked, lane, self.loads[other])
+        return other, why
 
     def put_on(self, question: QuestionT, placement: Placement, burden: Burden, now_s: float | None) -> Place:
         """A question takes its place."""
@@ -239,16 +237,24 @@ class Occupancy(Generic[QuestionT]):
         is_long = self.loads[picked] - self.loads[other] >= self._limits.queue_length
         return Diversion.QUEUE_LENGTH if is_long else None
 
+    def _shares_matter(self, lane: Sequence[int] | None) -> bool:
+        """Whether the latest questions are many enough, and the pool busy enough."""
+        num_channels = len(self.loads)
+        if self._limits.share_bound is None or self._recent.total < _MIN_RECENT * num_channels:
+            return False
+        return self._num_recent(lane) >= _MIN_RECENT * len(lane or self.loads) and (
+            sum(map(bool, self.loads)) * _BUSY_SHARE >= num_channels
+        )
+
     def _has_had_its_share(self, picked: int, lane: Sequence[int] | None) -> bool:
-        bound, recent = self._limits.share_bound, self._recent
-        num_channels = len(self.loads) if lane is None else len(lane)
-        # The cheap questions first: most channels are far below the bound.
-        if bound is None or recent.count(picked) < _MIN_RECENT:
+        bound, count, num_channels = self._limits.share_bound, self._recent.count(picked), len(lane or self.loads)
+        # The cheap question first: most channels are far below any bound.
+        if bound is None or count < _MIN_RECENT or not self._shares_matter(lane):
             return False
-        total = recent.total if lane is None else sum(map(recent.count, lane))
-        if total < _MIN_RECENT * num_channels or sum(map(bool, self.loads)) * _BUSY_SHARE < len(self.loads):
-            return False
-        return (recent.count(picked) + 1) * num_channels > bound * (total + num_channels)
+        return (count + 1) * num_channels > bound * (self._num_recent(lane) + num_channels)
+
+    def _num_recent(self, lane: Sequence[int] | None) -> int:
+        return self._recent.total if lane is None else sum(map(self._recent.count, lane))
 
     def _spare(self, picked: int, lane: Sequence[int] | None, max_load: int) -> int:
         """The channel that has had the fewest of the latest questions among those that hold so many or fewer."""
