@@ -1,8 +1,9 @@
-// The unit of work of attention: some query rows of one key-value head of one question.
+// The unit of work of attention: some query rows of one key-value head, of one question or of several with one prefix.
 //
-// Invariants and semantics: a unit `u` of a segment is the pair (row u / group, query head u % group of the key-value
-// head); later units see the same or later positions. How units are cut into blocks changes no bit of any of them: the
-// sums of a unit run in order of its own positions, whoever else is in the block.
+// Invariants and semantics: a unit `u` is the pair (row u / group, query head u % group of the key-value head), where
+// rows are those of one segment, or of several that have one each, by position: later units see the same or later
+// positions. How units are cut into blocks changes no bit of any of them: the sums of a unit run in order of its own
+// positions, whoever else is in the block.
 //
 // Not here: how blocks are cut and handed to threads (attention.cpp), how one is computed (attention_body.h).
 #pragma once
@@ -57,20 +58,28 @@ struct AttentionScratch {
   }
 };
 
+// Where the tiles end that lie in the prefix as a whole: several questions read those together.
+inline int64_t end_together(const Segment& segment) { return segment.num_prefix / POSITION_STEP * POSITION_STEP; }
+
+// The first position that a row at `position` sees.
+inline int64_t lowest_visible(const Attention& call, int64_t position) {
+  return call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+}
+
 struct AttentionBlock {
   const Attention* call;
-  const Segment* segment;
+  const Segment* only;              // of all rows; unless:
+  const Segment* const* several;    // one for each row, by position; they share the prefix, and each sees it to its end
   int64_t kv_head;
   int64_t first;  // units [first, last)
   int64_t last;
 
   int64_t group() const { return call->num_heads / call->num_kv_heads; }
+  const Segment& segment(int64_t unit) const { return several ? *several[unit / group()] : *only; }
+  int64_t row(int64_t unit) const { return several ? 0 : unit / group(); }  // of its segment
   // The unit sees positions [lowest(unit), end(unit)).
-  int64_t end(int64_t unit) const { return segment->position + unit / group() + 1; }
-  int64_t lowest(int64_t unit) const {
-    const int64_t last_position = end(unit);
-    return call->window > 0 && last_position > call->window ? last_position - call->window : 0;
-  }
+  int64_t end(int64_t unit) const { return segment(unit).position + row(unit) + 1; }
+  int64_t lowest(int64_t unit) const { return lowest_visible(*call, end(unit) - 1); }
 };
 
 struct AttentionVariant {

@@ -9,6 +9,9 @@
 // A block of few units computes little for every number that it reads: there the products ask for the keys and values
 // that come next, so that memory and arithmetic are busy at once.
 //
+// Several questions with one prefix are computed in passes: over the tiles of the prefix for the units of all, then over
+// the rest for the units of one question at a time. A unit's own sums go from position to position as in one pass.
+//
 // A `Cells` says how numbers of the arena become lanes: a cell is 32 bits, and PACK how many numbers it holds: one
 // float, or two bfloat16.
 #pragma once
@@ -93,17 +96,13 @@ class BlockRun {
   BlockRun(const AttentionBlock& block, const AttentionScratch& scratch, float* memory)
       : block_(block),
         call_(*block.call),
-        segment_(*block.segment),
         units_(block.last - block.first),
-        low_(block.lowest(block.first)),
-        end_(block.end(block.last - 1)),
-        base_(low_ / POSITION_STEP * POSITION_STEP),
+        base_(block.lowest(block.first) / POSITION_STEP * POSITION_STEP),
         steps_((call_.head_size + Cells::PACK - 1) / Cells::PACK),
         head_(scratch.head),
-        stride_(AttentionScratch::stride(end_ - low_)),
+        stride_(AttentionScratch::stride(block.end(block.last - 1) - block.lowest(block.first))),
         row_bytes_(call_.head_size * static_cast<int64_t>(sizeof(Number))),
         row_stride_(row_bytes_ * call_.num_kv_heads),
-        few_(units_ <= Cells::ROWS),
         nothing_(reinterpret_cast<Number*>(memory + scratch.nothing)),
         queries_(memory + scratch.queries),
         keys_(memory + scratch.keys),
@@ -118,10 +117,10 @@ class BlockRun {
       Cells::put_query(query(u), call_.head_size, queries_ + u * head_);
     }
     std::memset(nothing_, 0, static_cast<size_t>(call_.head_size) * sizeof(Number));
-    for (int64_t tile = base_; tile < end_; tile += PANEL) score(tile);
+    in_passes(PANEL, [&](int64_t tile) { score(tile); });
     for (int64_t u = 0; u < units_; ++u) totals_[u] = weigh(scores_ + u * stride_, lows_[u] - base_, ends_[u] - base_);
     std::memset(sums_, 0, static_cast<size_t>(units_ * head_) * sizeof(float));
-    for (int64_t tile = base_; tile < end_; tile += value_step()) mix(tile);
+    in_passes(VALUE_POSITIONS, [&](int64_t tile) { mix(tile); });
     for (int64_t u = 0; u < units_; ++u) finish(u);
   }
 
@@ -131,15 +130,44 @@ class BlockRun {
   static constexpr int LINES_AT_LEAST = static_cast<int>(PANEL * Cells::PACK * sizeof(Number) / CACHE_LINE / 2);
   static constexpr int LINES = LINES_AT_LEAST > 0 ? LINES_AT_LEAST : 1;
 
-  int64_t row(int64_t u) const { return segment_.row + (block_.first + u) / block_.group(); }
+  // Calls body(tile) for the tiles of each pass, at most `step` positions long.
+  template <class F>
+  void in_passes(int64_t step, F&& body) {
+    if (!block_.several) return pass(*block_.only, 0, units_, base_, ends_[units_ - 1], step, body);
+    const int64_t group = block_.group(), shared = end_together(*block_.several[0]);
+    pass(*block_.several[0], 0, units_, base_, shared, step, body);
+    for (int64_t u = 0; u < units_; u += group)
+      pass(block_.segment(block_.first + u), u, u + group, shared, ends_[u], step, body);
+  }
+
+  // Units [first, last), over what they see of positions [from, to), which lie where the segment says.
+  template <class F>
+  void pass(const Segment& segment, int64_t first, int64_t last, int64_t from, int64_t to, int64_t step, F&& body) {
+    segment_ = &segment;
+    first_ = first;
+    last_ = last;
+    low_ = most(from, lows_[first]);
+    end_ = least(to, ends_[last - 1]);
+    few_ = last - first <= Cells::ROWS;
+    step_ = few_ ? least(step, POSITION_STEP) : step;  // small where memory is what few units wait for
+    for (int64_t tile = low_ / POSITION_STEP * POSITION_STEP; tile < end_; tile += step_) body(tile);
+  }
+
+  int64_t row(int64_t u) const { return block_.segment(block_.first + u).row + block_.row(block_.first + u); }
   int64_t head(int64_t u) const { return block_.kv_head * block_.group() + (block_.first + u) % block_.group(); }
   const float* query(int64_t u) const { return call_.q + row(u) * call_.ldq + head(u) * call_.head_size; }
 
-  // The key or value of a position; zeros when nobody in the block sees it.
+  // in_groups() of the units of the pass.
+  template <class F>
+  void in_units(F&& body) const {
+    in_groups<Cells::ROWS>(last_, body, first_);
+  }
+
+  // The key or value of a position; zeros when nobody in the pass sees it.
   const Number* place(const void* arena, int64_t position) const {
     if (position < low_ || position >= end_) return nothing_;
-    const int64_t at = position < segment_.num_prefix ? segment_.prefix_start + position
-                                                      : segment_.private_start + position - segment_.num_prefix;
+    const int64_t at = position < segment_->num_prefix ? segment_->prefix_start + position
+                                                       : segment_->private_start + position - segment_->num_prefix;
     return static_cast<const Number*>(arena) + (at * call_.num_kv_heads + block_.kv_head) * call_.head_size;
   }
 
@@ -148,12 +176,12 @@ class BlockRun {
     return position < end_ ? Ahead(place(arena, position), row_bytes_, row_stride_) : Ahead(nothing_, row_bytes_, 0);
   }
 
-  // Scores of PANEL positions from `tile` on, for every unit that sees any of them.
+  // Scores of PANEL positions from `tile` on, for every unit of the pass that sees any of them.
   void score(int64_t tile) {
     const int64_t count = least(end_ - tile, PANEL);
     ahead_ = tile + PANEL < end_ ? ahead_of(call_.keys, tile + PANEL) : ahead_of(call_.values, low_);
     for (int64_t key = 0; key < count; key += LANES) transpose_keys(tile + key, keys_ + key);
-    in_groups<Cells::ROWS>(units_, [&](auto size, int64_t u) {
+    in_units([&](auto size, int64_t u) {
       constexpr int ROWS = decltype(size)::value;
       if (tile >= ends_[u + ROWS - 1] || tile + PANEL <= lows_[u]) return;
       const Product product = few_ ? product_of<Cells, ROWS, false, LINES>(count)
@@ -222,16 +250,13 @@ class BlockRun {
     return vselect(vwithout(vfirst(end - position), vfirst(low - position)), x, vsplat(other));
   }
 
-  // Positions of a tile of values: few when memory is what few units wait for.
-  int64_t value_step() const { return few_ ? POSITION_STEP : VALUE_POSITIONS; }
-
   // Adds the weighted values of a tile of positions.
   void mix(int64_t tile) {
-    const int64_t stop = least(tile + value_step(), end_);
+    const int64_t stop = least(tile + step_, end_);
     ahead_ = ahead_of(call_.values, stop);
     for (int64_t p = most(tile, low_ / Cells::PACK * Cells::PACK); p < stop; p += Cells::PACK) pack_values(tile, p);
     for (int64_t column = 0; column < call_.head_size; column += PANEL) {
-      in_groups<Cells::ROWS>(units_, [&](auto size, int64_t u) {
+      in_units([&](auto size, int64_t u) {
         constexpr int ROWS = decltype(size)::value;
         // All of the group see positions [from, to); what only some of them see, each adds alone.
         int64_t from = rounded_up(most(tile, lows_[u + ROWS - 1]), Cells::PACK);
@@ -309,14 +334,17 @@ class BlockRun {
 
   const AttentionBlock& block_;
   const Attention& call_;
-  const Segment& segment_;
   const int64_t units_;
-  const int64_t low_, end_;  // positions that somebody in the block sees
   const int64_t base_;       // position of the first score
   const int64_t steps_;      // cells of a head
   const int64_t head_, stride_;
   const int64_t row_bytes_, row_stride_;  // of a position in the arena
-  const bool few_;                        // units: one group of them
+  // Of the pass under way.
+  const Segment* segment_ = nullptr;
+  int64_t first_ = 0, last_ = 0;  // its units
+  int64_t low_ = 0, end_ = 0;     // positions that somebody in it sees
+  int64_t step_ = 0;              // positions of a tile
+  bool few_ = false;              // units: one group of them
   Number* nothing_;  // a row of zeros
   Ahead ahead_;      // of the values
   float *queries_, *keys_, *values_, *sums_, *scores_;

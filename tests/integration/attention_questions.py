@@ -53,6 +53,13 @@ class Question:
             keys, values = rounded(keys), rounded(values)
         return cls(shape, queries, keys, values)
 
+    def branch(self, num_prefix: int, length: int, seed: int) -> Self:
+        """Another question with the same keys and values up to ``num_prefix``."""
+        other = type(self).random(self.shape, length, seed)
+        other.keys[:num_prefix] = self.keys[:num_prefix]
+        other.values[:num_prefix] = self.values[:num_prefix]
+        return other
+
     def __len__(self) -> int:
         return len(self.queries)
 
@@ -78,12 +85,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows ``[first, last)`` of a question, its first ``num_prefix`` positions stored apart from the others."""
+    """Rows ``[first, last)`` of a question, its first ``num_prefix`` positions stored apart from the others.
+
+    Pieces with the same ``shared`` store their prefix once for all of them.
+    """
 
     question: Question
     first: int
     last: int
     num_prefix: int = 0
+    shared: int | None = None
 
 
 def attend(calls: ctypes.CDLL, shape: Shape, pieces: Sequence[Piece], threads: int = 1) -> list[Floats]:
@@ -128,7 +139,7 @@ class _Layout:
     """Pieces side by side in one arena and one packed row of queries."""
 
     def __init__(self, shape: Shape, pieces: Sequence[Piece]) -> None:
-        places = sum(piece.last + 2 * GAP for piece in pieces) + GAP
+        places = sum(max(piece.last, piece.num_prefix) + 2 * GAP for piece in pieces) + GAP
         rows = sum(piece.last - piece.first + 1 for piece in pieces) + 1
         nan = np.float32(np.nan)
         self.keys = np.full((places, shape.num_kv_heads, shape.head_size), nan)
@@ -136,8 +147,10 @@ class _Layout:
         self.queries = np.full((rows, shape.num_heads * shape.head_size + 3), nan)
         self.segments = (CSegment * len(pieces))()
         place, row = GAP, 1
+        prefixes: dict[int, int] = {}
         for index, piece in enumerate(pieces):
-            prefix, private = place, place + piece.num_prefix + GAP
+            prefix = place if piece.shared is None else prefixes.setdefault(piece.shared, place)
+            private = place + piece.num_prefix + GAP if prefix == place else place
             self.segments[index] = CSegment(
                 row, piece.last - piece.first, piece.first, prefix, piece.num_prefix, private
             )
@@ -150,6 +163,6 @@ class _Layout:
             self.queries[row : row + len(queries), :-3] = queries.reshape(
                 len(queries), shape.num_heads * shape.head_size
             )
-            place, row = private + piece.last - piece.num_prefix + GAP, row + len(queries) + 1
+            place, row = private + max(0, piece.last - piece.num_prefix) + GAP, row + len(queries) + 1
         if shape.kv_type is Precision.BF16:
             self.keys, self.values = as_bf16(self.keys), as_bf16(self.values)

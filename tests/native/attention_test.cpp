@@ -37,9 +37,11 @@ struct Shape {
   float softcap;
 };
 
-// Rows `first` to `length` of a question whose prefix lies behind its other positions, at the very end of the arena.
+// Rows `first` to `length` of a question whose prefix lies behind its other positions, at the very end of the arena;
+// or is that of the question before.
 struct Question {
   int64_t length, first, num_prefix;
+  bool shares = false;
 };
 
 class Case {
@@ -49,9 +51,10 @@ class Case {
     int64_t places = 0, rows = 0;
     for (const Question& question : questions) {
       const int64_t num_private = question.length - question.num_prefix;
-      segments_.push_back({rows, question.length - question.first, question.first, places + num_private,
-                           question.num_prefix, places});
-      places += question.length;
+      const int64_t prefix = question.shares ? segments_.back().prefix_start : places + num_private;
+      segments_.push_back(
+          {rows, question.length - question.first, question.first, prefix, question.num_prefix, places});
+      places += question.shares ? num_private : question.length;
       rows += question.length - question.first;
     }
     q_.resize(static_cast<size_t>(rows * shape.num_heads * shape.head_size));
@@ -141,9 +144,13 @@ class Case {
 
 int main() {
   constexpr Shape SHAPES[] = {
-      {1, 1, 1, 0, 0}, {4, 1, 17, 7, 0}, {6, 2, 40, 33, 3}, {5, 5, 64, 0, 0}, {100, 1, 9, 0, 0}};
+      {1, 1, 1, 0, 0},  {4, 1, 17, 7, 0},  {6, 2, 40, 33, 3},
+      {5, 5, 64, 0, 0}, {100, 1, 9, 0, 0}, {4, 1, 24, 199, 0}};
   const std::vector<Question> questions = {
       {1, 0, 0}, {70, 0, 0}, {64, 63, 31}, {33, 10, 33}, {5, 5, 2}, {290, 288, 1}};
+  const std::vector<Question> shared = {
+      {194, 193, 193},       {260, 259, 193, true}, {196, 195, 193, true}, {260, 259, 193, true},
+      {197, 196, 193, true}, {200, 190, 193, true}, {198, 197, 193, true}, {195, 194, 193, true}};
   kev::Pool* pool = kev::pool_create(2);
   for (const char* name : {"portable", "avx2", "avx512_bf16_vnni"}) {
     if (!kev::isa_select(name)) {
@@ -152,9 +159,11 @@ int main() {
     }
     for (const Shape& shape : SHAPES) {
       for (Precision type : {Precision::F32, Precision::BF16}) {
-        Case some(shape, questions, type);
-        some.run(pool);
-        some.check(type == Precision::F32 ? 2e-5 : 4e-2);
+        for (const auto& asked : {questions, shared}) {
+          Case some(shape, asked, type);
+          some.run(pool);
+          some.check(type == Precision::F32 ? 2e-5 : 4e-2);
+        }
       }
     }
   }
