@@ -61,7 +61,7 @@ async def watch_bounds(engine: AsyncEngine, seen: Counter[str]) -> None:
         seen["channel"] = max(seen["channel"], *(channel.num_queued for channel in channels))
         seen["overflow"] = max(seen["overflow"], (await engine.stats()).router.num_overflow)
         seen["work stream"] = max(seen["work stream"], *(await engine._tiers.router._publisher._work.depths()))  # type: ignore[union-attr]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
