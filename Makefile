@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos check check-static check-protos run proto format clean
+.PHONY: help install demo test chaos check check-quick check-static check-protos run proto format clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -47,7 +47,10 @@ CHAOS ?= tests/chaos
 chaos: $(STAMP)  ## break a real cluster: the fault matrix, then random faults (CHAOS=FILE, KEV_CHAOS_QUESTIONS, KEV_CHAOS_FAULTS)
 	$(BIN)/python -m pytest -q -m chaos -p no:cacheprovider --durations=10 $(CHAOS)
 
-check: check-static  ## the static checks and the quick tests
+check: $(STAMP)  ## the static checks and the quick tests, side by side
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-static check-quick
+
+check-quick: $(STAMP)
 	$(BIN)/python -m pytest -q -m 'not store and not chaos' tests/unit tests/contract
 
 check-static: $(STAMP) check-protos  ## format, lint, types, import contracts, protos
