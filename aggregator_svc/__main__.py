@@ -45,7 +45,7 @@ async def run(config: Config) -> int:
             name="aggregator",
             port=config.cluster.aggregator_port,
             servicers=(servicer,),
-            loops=(aggregator.run(),),
+            loops=(aggregator.run,),
             check=link.check_server,
             begin_drain=aggregator.begin_drain,
             idle=lambda: True,

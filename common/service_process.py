@@ -45,8 +45,8 @@ class Service:
     name: str
     port: int
     servicers: Sequence[Servicer]
-    loops: Sequence[Coroutine[Any, Any, None]]
-    """Run until cancelled; one that ends ends the process."""
+    loops: Sequence[Callable[[], Coroutine[Any, Any, None]]]
+    """Started when the port answers, each runs until cancelled; one that ends ends the process."""
     check: Callable[[], Awaitable[None]]
     """Returns when calls would be answered now; raises ``KevError`` when not."""
     begin_drain: Callable[[], object]
@@ -138,7 +138,7 @@ async def _serve(config: Config, service: Service, telemetry: Telemetry) -> int:
     port = await server.start()
     _log.info("%s listens on %s:%d", service.name, cluster.bind_host, port)
     stop = _stop_event()
-    loops = [asyncio.create_task(loop, name=f"kev-{service.name}-{i}") for i, loop in enumerate(service.loops)]
+    loops = [asyncio.create_task(loop(), name=f"kev-{service.name}-{i}") for i, loop in enumerate(service.loops)]
     watch = asyncio.create_task(_watch(server, service.check))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, *loops}, return_when=asyncio.FIRST_COMPLETED)

@@ -188,7 +188,7 @@ async def run(config: Config) -> int:
             name="inference",
             port=config.cluster.inference_port,
             servicers=(InferenceServicer(node),),
-            loops=(node.run(),),
+            loops=(node.run,),
             check=node.check,
             begin_drain=node.begin_drain,
             idle=node.idle,

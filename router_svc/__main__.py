@@ -74,7 +74,7 @@ async def run(config: Config) -> int:
             name="router",
             port=config.cluster.router_port,
             servicers=(servicer,),
-            loops=(router.run(),),
+            loops=(router.run,),
             check=link.check_server,
             begin_drain=router.begin_drain,
             idle=lambda: True,

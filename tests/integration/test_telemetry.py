@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ from common.redis_settings import LinkSettings, RedisTransportSettings
 from common.redis_source import RedisSource
 from common.redis_streams import RedisTransport
 from common.request import RequestRules, parse_request
+from common.service_process import Service, run_service
 from common.telemetry import Telemetry
 from common.tokenization import Detokenizer
 from common.tracing.context import current_trace
@@ -216,6 +218,35 @@ async def test_a_taken_metrics_port_is_one_sentence() -> None:
         with pytest.raises(KevError, match=f"127.0.0.1:{port} for metrics .*observability.metrics_port"):
             async with serve_metrics(metrics, "127.0.0.1", port):
                 pass
+
+
+@pytest.mark.parametrize("taken", ["cluster.router_port", "observability.metrics_port"])
+async def test_a_service_whose_port_is_taken_starts_nothing(taken: str) -> None:
+    """It takes work that it then drops, or ends with a warning of Python's beside the sentence."""
+    started: list[str] = []
+
+    async def loop() -> None:
+        started.append("loop")
+
+    async def check() -> None:
+        started.append("check")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        section, name = taken.split(".")
+        config = load_config({"kev": {section: {name: port}}}, env={})
+        service = Service(
+            name="router",
+            port=port if section == "cluster" else 0,
+            servicers=(),
+            loops=(loop,),
+            check=check,
+            begin_drain=list,
+            idle=lambda: True,
+        )
+        with pytest.raises(KevError, match=f"127.0.0.1:{port}"):
+            await run_service(config, service, Telemetry("router", Tier.ROUTER, Tier.GRPC))
+    assert started == []
 
 
 # --- three processes over Redis
