@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -119,6 +120,7 @@ def values(hint: Any, name: str) -> st.SearchStrategy[Any]:
     return plain[hint](name)
 
 
+@functools.cache
 def instances(cls: type) -> st.SearchStrategy[Any]:
     special = special_fields(cls)
     fields = {name: special[name] if name in special else values(hint, name) for name, hint in hints(cls).items()}
