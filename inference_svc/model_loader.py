@@ -39,7 +39,7 @@ from inference_svc.kernels.library import Library, kernels
 from inference_svc.kv_cache import KVCache
 from inference_svc.memory_plan import KVGeometry
 from inference_svc.model_digest import files_digest
-from inference_svc.native_check import ModelSize, check_against, reference_of
+from inference_svc.native_check import ModelSize, NativeCheck, reference_of
 from inference_svc.native_forward import NativeForward
 from inference_svc.native_image import open_image, save_image
 from inference_svc.native_model import NativeModel
@@ -306,13 +306,11 @@ def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSet
         with let_go_after_use(module):
             moments = calibrate(module, prompts, size.max_context, with_head=False)
         decoder = equalized(decoder, moments)
+    check = NativeCheck(reference=reference, size=size, library=library, num_threads=torch.get_num_threads())
+    check.check_reading(decoder)
     kv_precision = Precision.F32 if dtype is torch.float32 else Precision.BF16
     packed = NativeModel.pack(decoder, _NATIVE_PRECISIONS[settings.precision], kv_precision, library)
-
-    def forward_over(cache: KVCache, shapes: ForwardShapes) -> Forward:
-        return NativeForward(library, packed, cache, shapes, torch.get_num_threads())
-
-    check_against(reference, forward_over, size, settings.precision)
+    check.check_packed(packed, settings.precision)
     return packed
 
 

@@ -18,7 +18,7 @@ from inference_svc.kernels.library import Library, kernels
 from inference_svc.kernels.quantized import quantize_rows
 from inference_svc.kv_cache import KVCache
 from inference_svc.memory_plan import KVGeometry
-from inference_svc.native_check import ModelSize, reference_of
+from inference_svc.native_check import ModelSize, layer_calls
 from inference_svc.native_forward import NativeForward
 from inference_svc.native_model import NativeModel
 from inference_svc.plan import ForwardShapes
@@ -49,7 +49,7 @@ def _logits(name: str, *, equalize: bool, precision: Precision = Precision.F32) 
         element_bytes=4,
     )
     size = ModelSize(geometry=geometry, kv_dtype=torch.float32, max_context=MAX_CONTEXT, vocab_size=VOCAB)
-    decoder = read_decoder(module, reference_of(module, size).calls, MAX_CONTEXT)
+    decoder = read_decoder(module, layer_calls(module, size), MAX_CONTEXT)
     if equalize:
         decoder = equalized(decoder, calibrate(module, max_context=MAX_CONTEXT))
     native = NativeModel.pack(decoder, precision, Precision.F32, library)
