@@ -32,8 +32,8 @@ class KVCache:
         """
         heads = geometry.num_kv_heads
         self.num_positions = num_positions
-        self.on_scrub: Callable[[Extent], None] | None = None
-        """Told of every scrub; for arenas of other processes that mirror this one."""
+        self.on_fill: Callable[[int, int, float], None] | None = None
+        """Told of every range that is filled, and with what; for arenas of other processes that mirror this one."""
         self.keys = [
             torch.zeros(num_positions, heads, geometry.key_head_size, dtype=dtype, device=device)
             for _ in range(geometry.num_layers)
@@ -71,14 +71,14 @@ class KVCache:
 
     def scrub(self, extent: Extent) -> None:
         """Zero an extent in every layer."""
-        self.zero(extent.start, extent.end)
-        if self.on_scrub is not None:
-            self.on_scrub(extent)
+        self.fill(extent.start, extent.end, 0.0)
 
-    def zero(self, start: int, end: int) -> None:
-        """Zero positions ``[start, end)`` in every layer."""
+    def fill(self, start: int, end: int, value: float) -> None:
+        """Set positions ``[start, end)`` of every layer to zero or NaN."""
         for tensor in (*self.keys, *self.values):
-            tensor[start:end].zero_()
+            tensor[start:end].fill_(value)
+        if self.on_fill is not None:
+            self.on_fill(start, end, value)
 
 
 def _gather(arena: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:

@@ -74,7 +74,7 @@ def open_node(path: Path, config: Config, node_id: str, clock: Clock, *, fresh_p
         return OpenedNode(node, tokenizer, _projection(path, model, config))
 
 
-def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNodes:
+def open_nodes(path: Path, config: Config, name: str, clock: Clock, *, fresh_probe: bool = False) -> OpenedNodes:
     """Load the model of a directory onto every device of the configuration, and probe each engine core.
 
     Args:
@@ -82,6 +82,7 @@ def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNod
         config: says how many cores there are, and where.
         name: begins the node ids, ``<name>-0`` for the first.
         clock: source of time.
+        fresh_probe: probe as if no outcome were kept.
 
     Raises:
         ConfigError: a setting that is not offered, or a device that is not there.
@@ -99,7 +100,8 @@ def open_nodes(path: Path, config: Config, name: str, clock: Clock) -> OpenedNod
         node_id = f"{name}-{index}" if len(devices) == 1 else f"{name}-{index}-{device}"
         forward_log = config.debug.forward_log + (f".{node_id}" if config.debug.forward_log and index else "")
         with _closed_on_error(models[device]):
-            nodes.append(Node(models[device], _node_settings(config, tokenizer, node_id, forward_log), clock))
+            settings = _node_settings(config, tokenizer, node_id, forward_log)
+            nodes.append(Node(models[device], replace(settings, fresh_probe=fresh_probe), clock))
         if len(devices) > 1:
             _LOG.info("engine core %d of %d is ready on %s", index + 1, len(devices), device)
     _require_equal(nodes, devices, config.isolation.level)

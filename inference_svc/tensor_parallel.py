@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -36,8 +37,7 @@ from common.errors import EngineDeadError, ModelError, UnsupportedModelError
 from inference_svc.forward import RowOutput, WantedRow
 from inference_svc.kv_cache import KVCache
 from inference_svc.plan import ForwardShapes, StepPlan
-from inference_svc.slots import Extent
-from inference_svc.tensor_parallel_message import Message, Open, Rows, Run, encode
+from inference_svc.tensor_parallel_message import Fill, Message, Open, Rows, Run, encode
 from inference_svc.torch_forward import TorchForward
 
 _LOG = logging.getLogger("kev.parts")
@@ -210,8 +210,8 @@ class TensorParallelForward:
         self._ranks = ranks
         self._own = own
         self._id = next(self._ids)
-        self._scrubs: list[tuple[int, int]] = []
-        cache.on_scrub = self._scrub_later
+        self._fills: list[Fill] = []
+        cache.on_fill = self._fill_later
         ranks.tell(Open(self._id, cache.num_positions, shapes))
 
     def run(self, plan: StepPlan, wanted: Sequence[WantedRow]) -> list[RowOutput]:
@@ -221,9 +221,9 @@ class TensorParallelForward:
             EngineDeadError: the forward has failed in one of the processes.
         """
         indexes = {id(segment): index for index, segment in enumerate(plan.segments)}
-        scrubs, self._scrubs = tuple(self._scrubs), []
+        fills, self._fills = tuple(self._fills), []
         rows = tuple(indexes[id(row.segment)] for row in wanted)
-        self._ranks.tell(Run(self._id, scrubs, plan, rows))
+        self._ranks.tell(Run(self._id, fills, plan, rows))
         try:
             return self._own.run(plan, wanted)
         except UnsupportedModelError:  # of the model itself: every process has refused it
@@ -233,8 +233,8 @@ class TensorParallelForward:
             _LOG.warning("forward %d: %s", plan.step_index, error)
             raise self._ranks.fail("a forward over the parts of the model has failed") from error
 
-    def _scrub_later(self, extent: Extent) -> None:
-        self._scrubs.append((extent.start, extent.end))
+    def _fill_later(self, start: int, end: int, value: float) -> None:
+        self._fills.append(Fill(start, end, poisoned=math.isnan(value)))
 
 
 def spread_rows(weight: torch.Tensor, first: int, last: int) -> torch.Tensor:

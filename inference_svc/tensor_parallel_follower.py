@@ -51,8 +51,8 @@ class Part:
 
     def _run(self, run: Run) -> None:
         cache, forward = self._forwards[run.forward_id]
-        for start, end in run.scrubs:
-            cache.zero(start, end)
+        for fill in run.fills:
+            cache.fill(fill.start, fill.end, float("nan") if fill.poisoned else 0.0)
         forward.run(run.plan, [WantedRow(run.plan.segments[index], greedy=False) for index in run.wanted])
 
 

@@ -40,12 +40,22 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Fill:
+    """Set a range of the arena."""
+
+    start: int
+    end: int
+    poisoned: bool
+    """To NaN, which shows who reads it; else to zero."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """Run one forward."""
 
     forward_id: int
-    scrubs: tuple[tuple[int, int], ...]
-    """Ranges of the arena to zero before."""
+    fills: tuple[Fill, ...]
+    """Before it, in order."""
     plan: StepPlan
     wanted: tuple[int, ...]
     """Indexes of the segments whose logits are wanted, in order."""
@@ -133,7 +143,7 @@ def _listed(values: Iterable[int]) -> list[int]:
 def _run_numbers(run: Run) -> list[int]:
     plan = run.plan
     numbers = [run.forward_id, _KINDS.index(plan.kind), plan.step_index, plan.num_rows, len(plan.segments)]
-    numbers += _listed(place for start, end in run.scrubs for place in (start, end))
+    numbers += _listed(number for fill in run.fills for number in (fill.start, fill.end, fill.poisoned))
     numbers += _listed(run.wanted)
     for segment in plan.segments:
         kv = segment.kv
@@ -146,10 +156,12 @@ def _run_numbers(run: Run) -> list[int]:
 def _run_of(numbers: _Numbers) -> Run:
     forward_id, kind, step_index, num_rows, num_segments = numbers.take(5)
     places = numbers.listed()
+    filled = zip(places[::3], places[1::3], places[2::3], strict=True)
+    fills = tuple(Fill(start, end, poisoned=bool(poisoned)) for start, end, poisoned in filled)
     wanted = numbers.listed()
     segments = tuple(_segment_of(index, numbers) for index in range(num_segments))
     plan = StepPlan(step_index=step_index, kind=_KINDS[kind], num_rows=num_rows, segments=segments)
-    return Run(forward_id, tuple(zip(places[::2], places[1::2], strict=True)), plan, wanted)
+    return Run(forward_id, fills, plan, wanted)
 
 
 def _segment_of(index: int, numbers: _Numbers) -> Segment:

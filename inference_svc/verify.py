@@ -110,17 +110,16 @@ def _poisoned(bench: Bench, questions: Sequence[ProbeQuestion]) -> list[Recordin
     for target in range(0, len(questions), _POISON_STRIDE):
 
         def poison(_plan: StepPlan, owner: str = f"sequence:{target}") -> None:
-            foreign = torch.ones(bench.cache.num_positions, dtype=torch.bool)
-            for extent in bench.ledger.held(owner):
-                foreign[extent.start : extent.end] = False
-            for tensor in (*bench.cache.keys, *bench.cache.values):
-                tensor[foreign.to(tensor.device)] = float("nan")
+            first = 0
+            for extent in sorted(bench.ledger.held(owner)):
+                bench.cache.fill(first, extent.start, float("nan"))
+                first = extent.end
+            bench.cache.fill(first, bench.cache.num_positions, float("nan"))
 
         try:
             recordings.append(run_questions(bench, questions, poison, needed={target})[target])
         finally:
-            for tensor in (*bench.cache.keys, *bench.cache.values):
-                tensor.zero_()
+            bench.cache.fill(0, bench.cache.num_positions, 0.0)
     return recordings
 
 

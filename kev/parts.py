@@ -5,7 +5,7 @@ Not here: putting it together (``kev.tiers``), loading weights (``inference_svc.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 from common.config import Config
 from common.ports import Clock
 from common.tokenization import Tokenizer
-from common.types import ChannelEvent, IsolationReport, NodeStats
+from common.types import ChannelEvent, IsolationReport, NodeStats, Verdict
 from inference_svc.engine_core import EngineThread, Runner
 
 _NODE_NAME = "embedded"
@@ -55,12 +55,20 @@ class EngineParts:
     @property
     def report(self) -> IsolationReport:
         """What every node can promise: the report of one that can promise least."""
-        reports = [node.report for node in self.nodes]
-        return next((report for report in reports if report.reason), reports[0])
+        return least([node.report for node in self.nodes])
 
     def max_context_under(self, config: Config) -> int:
         """Positions of one channel."""
         return config.core.max_context if self.max_context is None else self.max_context
+
+
+def least(reports: Sequence[IsolationReport]) -> IsolationReport:
+    """The report that promises the fewest levels, or has a reason why it might promise less."""
+
+    def promises(report: IsolationReport) -> tuple[int, bool]:
+        return sum(verdict is Verdict.BITWISE for _, verdict in report.levels), not report.reason
+
+    return min(reports, key=promises)
 
 
 def load_parts(config: Config, clock: Clock, progress: Callable[[str], None]) -> EngineParts:

@@ -25,7 +25,7 @@ from inference_svc.node import Node
 from inference_svc.plan import ForwardShapes, KVView, Segment, StepKind, StepPlan
 from inference_svc.probe import ProbeQuestion, run_questions
 from inference_svc.slots import Extent
-from inference_svc.tensor_parallel_message import Open, Rows, Run, encode, read
+from inference_svc.tensor_parallel_message import Fill, Open, Rows, Run, encode, read
 from inference_svc.verify import verify_isolation
 from kev.engine import AsyncEngine
 from kev.parts import EngineParts, load_parts
@@ -48,8 +48,8 @@ def runs(draw: st.DrawFn) -> Run:
     )
     kind = draw(st.sampled_from([StepKind.PREFILL, StepKind.DECODE]))
     plan = StepPlan(step_index=draw(numbers), kind=kind, num_rows=draw(numbers), segments=segments)
-    scrubs = draw(st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple))
-    return Run(draw(numbers), scrubs, plan, draw(ids))
+    fills = draw(st.lists(st.builds(Fill, numbers, numbers, poisoned=st.booleans()), max_size=3).map(tuple))
+    return Run(draw(numbers), fills, plan, draw(ids))
 
 
 opens = st.builds(
