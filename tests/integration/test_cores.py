@@ -20,6 +20,7 @@ from inference_svc.devices import engine_devices, threads_per_core
 from inference_svc.plan import StepOutput, StepPlan
 from kev.engine import AsyncEngine, Engine
 from kev.parts import EngineParts
+from kev.plan import PlanOptions, make_plan
 from kev.testing import ScriptedNode, byte_tokenizer
 from tests.integration.scripted_runners import GuidedRunner, leftovers, until, until_idle
 from tests.integration.test_engine import engine_threads
@@ -101,6 +102,13 @@ def test_devices_that_are_not_there_are_refused(deploy: dict[str, object], words
     """A machine without GPUs would run one slow core, or end in an error of the CUDA runtime."""
     with pytest.raises(ConfigError, match=words):
         engine_devices(load_config({"kev": {"deploy": {"mode": "multi_gpu", **deploy}}}, env={}), 0)
+
+
+def test_the_memory_of_a_device_elsewhere_must_be_given() -> None:
+    """The bill of ``kev plan`` would be for a device of no memory."""
+    planned = load_config({"kev": {"deploy": {"mode": "multi_gpu", "devices": ["cuda:99"]}}}, env={})
+    with pytest.raises(ConfigError, match="say with --memory"):
+        make_plan(planned, PlanOptions(layers=32, hidden=4096), None)
 
 
 @pytest.mark.parametrize(

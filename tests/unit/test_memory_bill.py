@@ -151,13 +151,6 @@ def test_several_cores_share_the_weights_of_their_device() -> None:
     assert [one["cores"] for one in data["devices"]] == [2, 1]  # type: ignore[attr-defined]
 
 
-def test_the_memory_of_a_device_elsewhere_must_be_given() -> None:
-    """The bill would be for a device of no memory."""
-    config = load_config({"kev": {"deploy": {"mode": "multi_gpu", "devices": ["cuda:99"]}}}, env={})
-    with pytest.raises(ConfigError, match="say with --memory"):
-        make_plan(config, PlanOptions(layers=32, hidden=4096), None)
-
-
 @pytest.mark.parametrize(
     "options",
     [
