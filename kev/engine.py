@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from common.api_keys import ApiKeys
 from common.clock import SystemClock
 from common.config import Config, load_config
 from common.errors import EngineDeadError, InvariantError, IsolationUnavailableError
@@ -61,10 +62,11 @@ class AsyncEngine:
             telemetry: is told of everything that happens; None tells nobody.
 
         Raises:
-            ConfigError: the configuration is for another form.
+            ConfigError: the configuration is for another form, or its file of API keys cannot be read.
         """
         config.require_embedded()
         self._config = config
+        self._tenant_weights = ApiKeys.from_file(config.cluster.api_keys_file).tenant_weights
         self._parts = parts
         self._clock: Clock = clock or SystemClock()
         self._telemetry = telemetry
@@ -101,6 +103,7 @@ class AsyncEngine:
         """
         config = load_config(source)
         config.require_embedded()
+        ApiKeys.from_file(config.cluster.api_keys_file)  # a mistake in it is told before the model is loaded
         return cls(config, load_parts(config, SystemClock(), progress), telemetry=telemetry)
 
     async def __aenter__(self) -> Self:
@@ -131,7 +134,8 @@ class AsyncEngine:
         tiers = self._started()
         if options.get("request_id") is None:
             self._check_alive()
-            tiers.entrance.check_room()
+            tenant = options.get("tenant")
+            tiers.entrance.check_room(tenant if isinstance(tenant, str) else "")
         spec = parse_request(queries, options, self._rules)
         _require_level(self._parts.report, spec.isolation)
         await self._guard(tiers.entrance.accept(spec))
@@ -237,7 +241,7 @@ class AsyncEngine:
             raise EngineDeadError("the engine is closed; open a new one")
         if self._tiers is None:
             self._loop = loop
-            self._tiers = Tiers(self._config, self._parts, self._clock, self._telemetry)
+            self._tiers = Tiers(self._config, self._parts, self._clock, self._telemetry, self._tenant_weights)
             self._task = loop.create_task(self._tiers.run(), name="kev-tiers")
             self._task.add_done_callback(_log_end)
         elif self._loop is not loop:

@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 class Tiers:
     """Router, engine cores and aggregator around one transport."""
 
-    def __init__(self, config: Config, parts: EngineParts, clock: Clock, telemetry: Telemetry | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parts: EngineParts,
+        clock: Clock,
+        telemetry: Telemetry | None,
+        tenant_weights: tuple[tuple[str, float], ...] = (),
+    ) -> None:
         router = config.router
         # Twice what the router places: a question that timed out stays leased until the step in flight ends.
         max_entries = 2 * router.channel_queue_size
@@ -46,7 +53,11 @@ class Tiers:
         self.aggregator = AggregatorService(
             results=results, work=transport, clock=clock, settings=AggregatorSettings.from_config(config)
         )
-        settings = replace(RouterSettings.from_config(config), max_context=parts.max_context_under(config))
+        settings = replace(
+            RouterSettings.from_config(config),
+            max_context=parts.max_context_under(config),
+            tenant_weights=tenant_weights,
+        )
         table = None if parts.projection is None else ProjectionTable(parts.projection, config.router.semantic_planes)
         self.router = RouterService(
             tokenizer=parts.tokenizer,

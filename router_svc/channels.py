@@ -20,14 +20,10 @@ from common.types import ChannelSnapshot
 from router_svc.breakers import BreakerRules
 from router_svc.occupancy import Burden, Limits, Occupancy, Place, Placement
 from router_svc.overflow import OverflowQueue
-from router_svc.service_rate import ServiceRate
+from router_svc.service_rate import Pace
 from router_svc.strategies import Pick
 
 __all__ = ["Burden", "ChannelPool", "Chooser", "Placement"]
-
-_MIN_RETRY_AFTER_S = 0.05
-_MAX_RETRY_AFTER_S = 60.0
-_UNKNOWN_RETRY_AFTER_S = 1.0
 
 
 class Chooser(Protocol):
@@ -93,7 +89,7 @@ class ChannelPool(Generic[QuestionT]):
         self._placed: dict[QuestionT, Place] = {}
         self._waiting: OverflowQueue[QuestionT, Chooser] = OverflowQueue(overflow_queue_size, overflow_queue_bytes)
         self._burden_of = burden_of
-        self._rate = ServiceRate()
+        self._pace = Pace()
         self._now_s: float | None = None
 
     @property
@@ -180,7 +176,7 @@ class ChannelPool(Generic[QuestionT]):
 
         Args:
             question: placed before.
-            now_s: seconds of a clock that never runs backwards; feeds ``retry_after_s``.
+            now_s: seconds of a clock that never runs backwards; feeds ``releases_per_s``.
 
         Raises:
             InvariantError: the question is on no channel.
@@ -191,9 +187,8 @@ class ChannelPool(Generic[QuestionT]):
         self._move_to(now_s)
         self._channels.take_off(question, place)
         self._channels.judge(place, now_s)
-        self._rate.release(now_s)
-        if not self._placed:
-            self._rate.end(now_s)
+        self._pace.release(now_s)
+        self._note_work(now_s)
 
     def withdraw(self, question: QuestionT) -> None:
         """Forget a question that will never run, on a channel or waiting; its place is not counted as used.
@@ -209,19 +204,11 @@ class ChannelPool(Generic[QuestionT]):
             raise InvariantError("withdrew a question that is not in the pool")
         self._channels.take_off(question, place)
         self._channels.forget(place)
-        if not self._placed and self._now_s is not None:
-            self._rate.end(self._now_s)
+        self._note_work(self._now_s)
 
     def releases_per_s(self, now_s: float | None = None) -> float | None:
-        """Pace at which places become free while there is work; None: not known yet."""
-        return self._rate.per_s(self._now_s if now_s is None else now_s)
-
-    def retry_after_s(self, num_missing: int, now_s: float | None = None) -> float:
-        """When ``num_missing`` more places are expected, in seconds, from the pace of the latest releases."""
-        per_s = self.releases_per_s(now_s)
-        if per_s is None:
-            return _UNKNOWN_RETRY_AFTER_S
-        return min(max(num_missing / per_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        """Pace at which places become free while every channel has work; None: not known yet."""
+        return self._pace.per_s(self._now_s if now_s is None else now_s)
 
     def recent(self, now_s: float | None = None) -> list[int]:
         """Questions placed on each channel in the window, index = channel id."""
@@ -267,10 +254,13 @@ class ChannelPool(Generic[QuestionT]):
             diverted_from=None if why is None else pick.channel_id,
             diverted_why=why,
         )
-        if not self._placed:
-            self._rate.begin(now_s)
         self._placed[question] = self._channels.put_on(question, placement, self._burden_of(question), self._now_s)
+        self._note_work(now_s)
         return placement
+
+    def _note_work(self, now_s: float | None) -> None:
+        is_full = not self._channels.num_idle or bool(self._waiting)
+        self._pace.note(has_work=bool(self._placed), is_full=is_full, now_s=now_s)
 
     def _move_to(self, now_s: float, *, look_at_once: bool = False) -> None:
         self._now_s = now_s if self._now_s is None else max(now_s, self._now_s)

@@ -40,7 +40,7 @@ _MAX_RANKS = 8
 class Router(Protocol):
     """What is watched (``router_svc.service.RouterService``)."""
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """Refuse before anything is spent."""
         ...
 
@@ -65,10 +65,10 @@ class WatchedRouter:
         self._recorder = recorder
         self._traces = traces
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """Refuse before anything is spent; see ``RouterService.check_room``."""
         try:
-            self._router.check_room()
+            self._router.check_room(tenant)
         except KevError as error:
             self._recorder.count(names.SUBMISSIONS, error.reason)
             raise

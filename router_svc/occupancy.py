@@ -100,6 +100,8 @@ class Occupancy(Generic[QuestionT]):
         """Idle channels; ``recent_s`` is the window of ``ChannelSnapshot.num_recent``."""
         self.loads = [0] * num_channels
         """Outstanding questions per channel. For reading only."""
+        self.num_idle = num_channels
+        """Channels without a question. For reading only."""
         self._bytes = [0] * num_channels
         self._lines: list[OrderedDict[QuestionT, Place]] = [OrderedDict() for _ in range(num_channels)]
         self._num_placed = [0] * num_channels
@@ -137,6 +139,7 @@ class Occupancy(Generic[QuestionT]):
         channel_id, max_bytes = placement.channel_id, self._limits.max_bytes
         probe = None if self._all_take else self._breakers[channel_id].begin()
         place = self._lines[channel_id][question] = Place(placement, burden, now_s, probe)
+        self.num_idle -= not self.loads[channel_id]
         self.loads[channel_id] += 1
         self._num_placed[channel_id] += 1
         if placement.diverted_from is not None:
@@ -153,6 +156,7 @@ class Occupancy(Generic[QuestionT]):
         channel_id = place.placement.channel_id
         del self._lines[channel_id][question]
         self.loads[channel_id] -= 1
+        self.num_idle += not self.loads[channel_id]
         self._bytes[channel_id] -= place.burden.num_bytes
         if not self._all_take:
             self._see_who_takes()
@@ -209,7 +213,7 @@ class Occupancy(Generic[QuestionT]):
         for place in places:
             counted[place.placement.channel_id] += 1
             num_bytes[place.placement.channel_id] += place.burden.num_bytes
-        if not counted == self.loads == [len(line) for line in self._lines]:
+        if not counted == self.loads == [len(line) for line in self._lines] or self.num_idle != counted.count(0):
             raise InvariantError(f"channel loads are {self.loads}, counted {counted}")
         if num_bytes != self._bytes or max(counted) > self._limits.max_entries:
             raise InvariantError(f"channel bytes are {self._bytes}, counted {num_bytes}; loads {counted}")

@@ -16,8 +16,8 @@ questions, is refused as a full queue. Nothing of it has run then. Once one has,
 A call whose request is under way joins it, room or not. A refusal for want of room is given at once: what is under way
 here is known, and whether somebody else has the request is asked for a few milliseconds only.
 
-Not here: validation (``common.request``), what becomes of an accepted question (``publisher``), outcomes and deadlines
-(``aggregator_svc``).
+Not here: validation (``common.request``), what a refusal says (``refusals``), what becomes of an accepted question
+(``publisher``), outcomes and deadlines (``aggregator_svc``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections import Counter
 
 from common.errors import (
     DrainingError,
-    InvalidRequestError,
     KevError,
     QueueFullError,
     RequestConflictError,
@@ -35,7 +34,7 @@ from common.errors import (
 )
 from common.ports import Clock, Intake, OutcomeBoard, RequestRegistry, WorkStreams
 from common.types import ChannelResult, ChannelSnapshot, OverflowPolicy, RequestSpec, RouterStats
-from router_svc.budgets import Lack, TenantBudgets
+from router_svc.budgets import TenantBudgets
 from router_svc.channels import Placement
 from router_svc.embedding import Projection
 from router_svc.heat import Heat
@@ -43,7 +42,9 @@ from router_svc.intake import TwoSteps
 from router_svc.patience import Patience
 from router_svc.publisher import Publisher
 from router_svc.question_pool import build_pool, has_failed
+from router_svc.refusals import Refusals
 from router_svc.registrations import Registrations
+from router_svc.return_line import Refused
 from router_svc.settings import RouterSettings
 from router_svc.strategies import RoutingStrategy, build_strategies
 from router_svc.submission import PendingQuestion, Submission
@@ -107,6 +108,7 @@ class RouterService:
             fingerprint=tokenizer.fingerprint,
             wake_up=wake_up,
         )
+        self._refusals = Refusals(settings)
         self._draining = False
         self._num_requests = self._num_questions = self._num_rejected = 0
         self._num_removed_chars = self._num_saved_tokens = 0
@@ -149,8 +151,10 @@ class RouterService:
             await self._complete(submission)
         return submission is not joined
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """Refuse before anything is spent; only for requests whose id nobody else can know.
+
+        ``tenant`` is who asks, as far as that is known; nothing of it is checked.
 
         Raises:
             DrainingError: shutting down.
@@ -159,7 +163,7 @@ class RouterService:
         self._check_open()
         if self._pool.shortage(1):
             self._num_rejected += 1
-            raise self._full("one more question", 1)
+            raise self._full("one more question", Refused(tenant=tenant))
 
     def on_outcome(self, result: ChannelResult) -> None:
         """Free the channel of a question that has its outcome; a second call for a question does nothing."""
@@ -238,7 +242,7 @@ class RouterService:
         try:
             num_missing = self._pool.shortage(len(spec.questions))
             if num_missing:
-                raise self._no_room(len(spec.questions), num_missing)
+                raise self._no_room(spec, num_missing)
             strategy = self._strategies[spec.strategy]
             submission = Submission(spec, await self._prepare(spec, strategy), strategy, accepted_at_s)
             self._check_open()
@@ -274,48 +278,27 @@ class RouterService:
         if len(admitted) < num_questions:
             for question in admitted:
                 self._pool.withdraw(question)
-            raise self._no_room(num_questions, num_questions - len(admitted))
+            raise self._no_room(submission.spec, num_questions - len(admitted))
         # From here on an outcome may come at any moment, even before the registration has returned.
         self._publisher.take(submission.questions)
         return placements
 
     def _check_budget(self, submission: Submission) -> None:
-        tenant, questions = submission.spec.tenant, submission.questions
-        lack = self._budgets.lack(tenant, len(questions), sum(question.prepared.num_tokens for question in questions))
-        if lack is None:
-            return
-        if lack.is_final:
-            raise InvalidRequestError.of("queries", _never_fits(tenant, lack))
-        # The pace of the whole pool is the only one known; tokens are given back by whole questions.
-        num_missing = lack.num_excess if lack.unit == "questions" else len(questions)
-        retry_after_s = self._pool.retry_after_s(num_missing, self._clock.monotonic())
-        raise QueueFullError(
-            f"{_named_tenant(tenant)} has {lack.in_flight} of {lack.limit} {lack.unit} in flight, and this request has "
-            f"{lack.asked} more; try again in about {retry_after_s:.2g} s, or send fewer at a time",
-            retry_after_s=retry_after_s,
-        )
+        spec, num_tokens = submission.spec, sum(question.prepared.num_tokens for question in submission.questions)
+        lack = self._budgets.lack(spec.tenant, len(spec.questions), num_tokens)
+        if lack is not None:
+            now_s = self._clock.monotonic()
+            raise self._refusals.over_budget(spec, lack, self._pool.releases_per_s(now_s), now_s)
 
-    def _no_room(self, num_questions: int, num_missing: int) -> KevError:
+    def _no_room(self, spec: RequestSpec, num_missing: int) -> KevError:
+        num_questions = len(spec.questions)
         if not self._pool.num_outstanding and not self._pool.num_waiting:
-            return InvalidRequestError.of(
-                "queries",
-                f"the {num_questions} questions do not fit into the channels even when all are idle "
-                f"({num_missing} find no room); send fewer at a time or {self._way_to_more_room()}",
-            )
-        return self._full(f"{num_missing} of {num_questions} questions", num_missing)
+            return self._refusals.never_fits(num_questions, num_missing)
+        return self._full(f"{num_missing} of {num_questions} questions", _refused(spec, num_missing))
 
-    def _way_to_more_room(self) -> str:
-        if self._settings.overflow_policy is OverflowPolicy.WAIT:
-            return "raise router.max_waiting_queries"
-        return "set router.overflow_policy to wait"
-
-    def _full(self, what: str, num_missing: int) -> QueueFullError:
-        retry_after_s = self._pool.retry_after_s(num_missing, self._clock.monotonic())
-        policy = self._settings.overflow_policy
-        return QueueFullError(
-            f"no room for {what} (overflow_policy {policy}); try again in about {retry_after_s:.2g} s",
-            retry_after_s=retry_after_s,
-        )
+    def _full(self, what: str, refused: Refused) -> QueueFullError:
+        now_s = self._clock.monotonic()
+        return self._refusals.full(what, refused, self._pool.releases_per_s(now_s), now_s)
 
     async def _send(self, submission: Submission, placements: list[Placement]) -> bool:
         """Register a submission and publish what has a channel; False: the same request is there."""
@@ -369,18 +352,12 @@ class RouterService:
     async def _wait_for_room(self, submission: Submission) -> None:
         waited_s = await self._patience.wait(submission)
         if waited_s is not None:
-            num_questions = len(submission.questions)
+            spec = submission.spec
             waited = f"{waited_s:.2g} s, as long as router.max_wait_ms and timeout_ms let it wait; nothing was run"
-            raise self._full(f"any of {num_questions} questions in {waited}", 1)
+            raise self._full(f"any of {len(spec.questions)} questions in {waited}", _refused(spec, 1))
 
 
-def _named_tenant(tenant: str) -> str:
-    return f"tenant {tenant!r}" if tenant else "the tenant without a name"
-
-
-def _never_fits(tenant: str, lack: Lack) -> str:
-    return (
-        f"have {lack.asked} {lack.unit}, but {_named_tenant(tenant)} may have {lack.limit} in flight at a time "
-        f"(router.max_tenant_{lack.unit}); send fewer at a time"
-        + ("" if lack.unit == "questions" else " or lower max_tokens")
+def _refused(spec: RequestSpec, num_missing: int) -> Refused:
+    return Refused(
+        request_id=spec.request_id, tenant=spec.tenant, num_missing=num_missing, num_questions=len(spec.questions)
     )

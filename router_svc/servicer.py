@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 class Router(Protocol):
     """What the servicer needs of the router (``router_svc.service.RouterService``)."""
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         """Refuse before anything is spent."""
         ...
 
@@ -162,10 +162,11 @@ class RouterServicer(stubs.RouterServiceServicer):
 
     async def _checked(self, request: pb.SubmitQueryRequest | pb.AskQueryRequest, context: Context) -> RequestSpec:
         require(request, "request", "query")
+        tenant = current_caller.get().speak_for(request.query.tenant)
         if _has_new_id(request, context):
-            self._router.check_room()
+            self._router.check_room(tenant)
         queries, options = decode_query(request.query)
-        options["tenant"] = current_caller.get().speak_for(request.query.tenant)
+        options["tenant"] = tenant
         spec = parse_request(queries, options, self._rules)
         if spec.isolation is IsolationLevel.STRICT:
             report = await self._nodes.isolation()

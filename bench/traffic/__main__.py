@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.compare.plots import PlotsUnavailableError, check
 from bench.traffic.plots import plot
-from bench.traffic.report import HEADERS, Told, as_json, filled, lacking, page, rows
+from bench.traffic.report import Told, as_json, filled, headers, lacking, page, rows
 from bench.traffic.stories import NAMES, Case, Story, story
 from common.types import Strategy
 
@@ -107,7 +107,7 @@ def _progress(total: int) -> Iterator[Tick]:
 
 def _show(told: Told, console: Console) -> None:
     shown = rich.table.Table(title=f"{told.story.name}: {told.story.title}", title_justify="left")
-    for number, header in enumerate(HEADERS):
+    for number, header in enumerate(headers(told)):
         shown.add_column(header, justify="left" if number < 2 else "right", no_wrap=not number)
     for cells in rows(told):
         shown.add_row(*cells)

@@ -105,13 +105,28 @@ class Rhythm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flashes:
+    """Everybody at once, again and again: at the beginning of an hour, after an outage, when a page is sent out."""
+
+    size: int
+    """Arrivals of one flash."""
+    every_s: float
+    within_s: float
+    """How long a flash lasts."""
+
+    def times(self, rate_per_s: float, num: int, numbers: random.Random) -> list[float]:
+        """Ascending moments; the rate is that of the flashes, whatever is asked for."""
+        return sorted(number // self.size * self.every_s + numbers.uniform(0.0, self.within_s) for number in range(num))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """A mix of classes at a load."""
 
     kinds: tuple[Kind, ...]
     load: float
     """Share of what the nodes can do when every slot of theirs is taken."""
-    rhythm: Rhythm = field(default_factory=Rhythm)
+    rhythm: Rhythm | Flashes = field(default_factory=Rhythm)
 
     def rate_per_s(self, speed: Speed, num_slots: int, num_nodes: int) -> float:
         """Arrivals per second that make the load."""
@@ -161,6 +176,20 @@ def with_guests(
         guests = zip(guest.arrivals(1.0, len(moments), seed), moments, strict=True)
         invited = [replace(arrival, number=num + arrival.number, at_s=at_s) for arrival, at_s in guests]
         return sorted([*hosts, *invited], key=lambda arrival: arrival.at_s)
+
+    return made
+
+
+def together(
+    first: Callable[[int, int], Sequence[Arrival]], second: Callable[[int, int], Sequence[Arrival]], share: float
+) -> Callable[[int, int], list[Arrival]]:
+    """Two kinds of traffic at once, the second with this share of all questions."""
+
+    def made(num: int, seed: int) -> list[Arrival]:
+        num_second = round(num * share)
+        ours, theirs = first(num - num_second, seed), second(num_second, seed)
+        renumbered = [replace(arrival, number=len(ours) + arrival.number) for arrival in theirs]
+        return sorted([*ours, *renumbered], key=lambda arrival: arrival.at_s)
 
     return made
 

@@ -35,6 +35,7 @@ class Goal:
 
 HOT_REMEDIES = ("semantic_hash, breaker", "consistent_hash, breaker")
 GIANT_REMEDY = "length_aware"
+RETURNS_REMEDIES = ("each at a time of its own", "the same, in whole seconds")
 
 
 def goals_of(story: str, readings: Mapping[str, Reading]) -> list[Goal]:
@@ -64,6 +65,21 @@ def goals_of(story: str, readings: Mapping[str, Reading]) -> list[Goal]:
                 what="p99 of short questions over a world without the giant",
                 value=ratio(readings[GIANT_REMEDY].of("short").answer_p99_s, reference.of("short").answer_p99_s),
                 most=1.5,
+            )
+        ]
+    if story == "returns":
+        return [
+            goal
+            for case in RETURNS_REMEDIES
+            if case in readings
+            for goal in (
+                Goal(case=case, what="refusals an answer", value=readings[case].refusals_per_answer, most=1.0),
+                Goal(
+                    case=case,
+                    what="slowest answer over standing in line",
+                    value=ratio(readings[case].slowest_s, reference.slowest_s),
+                    most=1.5,
+                ),
             )
         ]
     return []

@@ -16,6 +16,7 @@ from bench.traffic.world import End, Ending, History
 
 WARM_UP = 0.1
 """Share of the arrivals that is not counted: the pool starts empty."""
+_PEAK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,12 @@ class Reading:
     """Questions sent to the most used channel over the mean channel."""
     hot_bucket_share: float
     """Of the questions with a channel, those of the most frequent bucket."""
+    refusals_per_answer: float
+    """Refused tries over answered questions."""
+    peak_returns: int
+    """Most clients that asked again within a tenth of a second."""
+    slowest_s: float
+    """From its first try to its answer, of the question that took longest: until then a burst is not served."""
     num_diverted: int
     num_rejected: int
     num_timed_out: int
@@ -90,14 +97,19 @@ def read(history: History) -> Reading:
     settings, placed = history.settings, [channel.num_total for channel in history.channels]
     buckets = [ending.hash_bucket for ending in counted if ending.hash_bucket is not None]
     ends = [ending.end for ending in counted]
+    answered = [ending for ending in history.endings if ending.end is End.ANSWERED]
+    num_refusals = sum(ending.num_tries - (ending.end is not End.REJECTED) for ending in history.endings)
     slots = settings.num_nodes * settings.num_slots
     return Reading(
         classes=tuple(ClassReading.of(kind, [e for e in counted if e.arrival.kind == kind]) for kind in sorted(kinds)),
         utilization=history.slot_s / max(history.span_s, 1e-9) / slots,
-        questions_per_s=sum(e.end is End.ANSWERED for e in history.endings) / max(history.span_s, 1e-9),
+        questions_per_s=len(answered) / max(history.span_s, 1e-9),
         max_over_mean_load=max_over_mean(history.loads_seen),
         max_over_mean_placed=max_over_mean(placed),
         hot_bucket_share=max((buckets.count(bucket) for bucket in set(buckets)), default=0) / max(1, len(buckets)),
+        refusals_per_answer=num_refusals / max(1, len(answered)),
+        peak_returns=most_within(history.returns_s, _PEAK_S),
+        slowest_s=max((ending.stay_s for ending in answered), default=0.0),
         num_diverted=history.num_diverted,
         num_rejected=ends.count(End.REJECTED),
         num_timed_out=ends.count(End.TIMED_OUT),
@@ -109,6 +121,16 @@ def read(history: History) -> Reading:
 def percentile(ascending: Sequence[float], share: float) -> float:
     """The nearest rank; 0 of nothing."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)] if ascending else 0.0
+
+
+def most_within(ascending: Sequence[float], length: float) -> int:
+    """The largest number of values in a stretch of this length."""
+    most = first = 0
+    for last, value in enumerate(ascending):
+        while ascending[first] <= value - length:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
 
 
 def max_over_mean(loads: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from bench.traffic.goals import Goal, goals_of
 from bench.traffic.measures import ClassReading, Reading
 from bench.traffic.stories import Story
 
-HEADERS = (
+_HEADERS = (
     "router",
     "class",
     "wait p50, s",
@@ -30,6 +30,7 @@ HEADERS = (
     "max/mean there",
     "diverted",
 )
+_RETURN_HEADERS = ("refusals an answer", "most back in 100 ms", "slowest answer, s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +52,19 @@ class Told:
         return next((reading.advice for reading in self.readings.values() if reading.advice), "")
 
 
+def headers(told: Told) -> tuple[str, ...]:
+    """Of the columns."""
+    return (*_HEADERS, *(_RETURN_HEADERS if told.story.is_about_returns else ()))
+
+
 def rows(told: Told) -> list[tuple[str, ...]]:
     """Cells of every row, the class of interest first."""
     found: list[tuple[str, ...]] = []
     for label, reading in told.readings.items():
         classes = sorted(reading.classes, key=lambda each: each.kind != told.story.focus)
         for number, each in enumerate(classes):
-            found.append(_row(label if not number else "", each, reading if not number else None))
+            row = _row(label if not number else "", each, reading if not number else None)
+            found.append((*row, *(_returns(reading, number) if told.story.is_about_returns else ())))
     return found
 
 
@@ -81,11 +88,18 @@ def _row(label: str, each: ClassReading, whole: Reading | None) -> tuple[str, ..
     )
 
 
+def _returns(reading: Reading, number: int) -> tuple[str, ...]:
+    """How often clients had to ask, beside the first class of a case."""
+    if number:
+        return ("",) * len(_RETURN_HEADERS)
+    return f"{reading.refusals_per_answer:.2f}", f"{reading.peak_returns:,}", f"{reading.slowest_s:.1f}"
+
+
 def table(told: Told) -> str:
     """A story as a Markdown table."""
-    lines = [HEADERS, *rows(told)]
+    lines = [headers(told), *rows(told)]
     written = [f"| {' | '.join(cells)} |" for cells in lines]
-    written.insert(1, "|---|---|" + "---:|" * (len(HEADERS) - 2))
+    written.insert(1, "|---|---|" + "---:|" * (len(lines[0]) - 2))
     return "\n".join(written)
 
 

@@ -17,6 +17,7 @@ from itertools import count
 
 from bench.traffic.arrivals import (
     Arrival,
+    Flashes,
     Kind,
     Lengths,
     Rhythm,
@@ -24,12 +25,13 @@ from bench.traffic.arrivals import (
     Wording,
     about_anything,
     about_topics,
+    together,
     with_guests,
 )
 from bench.traffic.forward import Speed
 from bench.traffic.measures import Reading, read
 from bench.traffic.words import Vocabulary, WordTokenizer
-from bench.traffic.world import WorldSettings, simulate
+from bench.traffic.world import ComesBack, WorldSettings, simulate
 from common.types import OverflowPolicy, Strategy
 from router_svc.embedding import HashedProjection
 from router_svc.settings import QuestionClass, RouterSettings
@@ -55,11 +57,17 @@ class Case:
     strategy: Strategy
     router: RouterSettings = ROUTER
     max_tries: int = 1
+    comes_back: ComesBack = ComesBack.AS_TOLD
 
     def settings(self) -> WorldSettings:
         """The world that runs it."""
         return WorldSettings(
-            strategy=self.strategy, router=self.router, num_slots=NUM_SLOTS, speed=SPEED, max_tries=self.max_tries
+            strategy=self.strategy,
+            router=self.router,
+            num_slots=NUM_SLOTS,
+            speed=SPEED,
+            max_tries=self.max_tries,
+            comes_back=self.comes_back,
         )
 
 
@@ -74,6 +82,8 @@ class Story:
     worlds: Mapping[str, Make]
     cases: tuple[Case, ...]
     """The reference first, then the case as it was told, then remedies."""
+    is_about_returns: bool = False
+    """Whether it matters how often clients had to ask, and when they did."""
 
     def run(self, case: Case, num_questions: int, seed: int) -> Reading:
         """Simulate a case."""
@@ -114,7 +124,7 @@ _URGENT = 50
 """Steps of priority; a head start of 5 s with the default step."""
 
 
-def _mix(load: float, *kinds: Kind, rhythm: Rhythm | None = None) -> Make:
+def _mix(load: float, *kinds: Kind, rhythm: Rhythm | Flashes | None = None) -> Make:
     traffic = Traffic(kinds=kinds, load=load, rhythm=rhythm or Rhythm())
     rate_per_s = traffic.rate_per_s(SPEED, NUM_SLOTS, 1)
     return lambda num, seed: traffic.arrivals(rate_per_s, num, seed)
@@ -287,6 +297,32 @@ def _bursts() -> Story:
     )
 
 
+def _returns() -> Story:
+    """Everybody at once, four times a minute; whoever is refused comes back until he is taken."""
+    rejects = replace(ROUTER, overflow_policy=OverflowPolicy.REJECT, channel_queue_size=2)
+    crowd, steady = (replace(_kind(name, 1.0, _ANYTHING, _SHORT), timeout_ms=60_000) for name in ("crowd", "steady"))
+    flashes = Flashes(size=100, every_s=15.0, within_s=0.2)
+    told = Strategy.CONSISTENT_HASH
+
+    def refused(label: str, comes_back: ComesBack) -> Case:
+        return Case(label=label, world="told", strategy=told, router=rejects, max_tries=10_000, comes_back=comes_back)
+
+    return Story(
+        name="returns",
+        title="100 clients at once, every 15 s, who come back until they are taken",
+        focus="crowd",
+        worlds={"told": together(_mix(0.3, crowd, rhythm=flashes), _mix(0.3, steady), share=0.4)},
+        cases=(
+            Case(label="wait: all stand in line", world="told", strategy=told),
+            refused("everybody after the time of one place", ComesBack.AFTER_ONE_PLACE),
+            refused("each at a time of its own", ComesBack.AS_TOLD),
+            refused("the same, in whole seconds", ComesBack.IN_WHOLE_SECONDS),
+            refused("told nothing, doubling", ComesBack.BY_ITSELF),
+        ),
+        is_about_returns=True,
+    )
+
+
 def _priorities() -> Story:
     """A tenth of the questions is urgent, at a load at which everybody waits."""
     normal = replace(_kind("normal", 0.9, _ANYTHING, _SHORT), timeout_ms=120_000)
@@ -320,6 +356,7 @@ _MAKERS: Mapping[str, Callable[[], Story]] = {
     "hostile": _hostile,
     "stall": _stalling,
     "burst": _bursts,
+    "returns": _returns,
     "priority": _priorities,
 }
 NAMES = tuple(_MAKERS)

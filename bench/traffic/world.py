@@ -14,6 +14,8 @@ Not here: what is asked (``arrivals``), what is made of the ends (``measures``).
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,6 +42,7 @@ from common.types import (
     SamplingParams,
     Strategy,
 )
+from router_svc.return_line import MIN_S
 from router_svc.service import RouterService
 from router_svc.settings import RouterSettings
 
@@ -55,6 +58,19 @@ class End(StrEnum):
     TIMED_OUT = "timed out"
 
 
+class ComesBack(StrEnum):
+    """When a client asks again that was refused."""
+
+    AS_TOLD = "as told"
+    IN_WHOLE_SECONDS = "in whole seconds"
+    """As ``Retry-After`` tells it over HTTP: rounded up."""
+    AFTER_ONE_PLACE = "after one place"
+    """After the mean time in which one place becomes free, the same for everybody: what a pace alone can tell."""
+    BY_ITSELF = "by itself"
+    """After half a second, doubled with every refusal up to 8 s, less up to a quarter at random: what clients of
+    OpenAI's API do that are told nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldSettings:
     """What is simulated."""
@@ -66,7 +82,9 @@ class WorldSettings:
     """Per node: ``router.max_parallel_queries``."""
     speed: Speed = field(default_factory=Speed)
     max_tries: int = 1
-    """Times a client asks; after a refusal it waits for as long as it was told to."""
+    """Times a client asks."""
+    comes_back: ComesBack = ComesBack.AS_TOLD
+    """When it asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +123,8 @@ class History:
     """At the end."""
     loads_seen: tuple[float, ...]
     """Mean number of outstanding questions of each channel, as the arrivals found it."""
+    returns_s: tuple[float, ...]
+    """When somebody asked again, in order."""
     num_diverted: int
     advice: str
     """Remedy that the router itself suggested for the first hot bucket it saw; empty if it saw none."""
@@ -154,6 +174,7 @@ class World:
         """When, and on which channel."""
         self._tries: dict[Key, int] = {}
         self._endings: dict[int, Ending] = {}
+        self._returns_s: list[float] = []
         self._loads_seen = [0.0] * router.channel_pool_size
         self._num_looks = 0
         self._advice = ""
@@ -199,11 +220,25 @@ class World:
             try:
                 await self._router.accept(spec, has_new_id=True)
             except QueueFullError as refusal:
-                if num_tries < self._settings.max_tries and refusal.retry_after_s is not None:
-                    await asyncio.sleep(refusal.retry_after_s)
+                if num_tries < self._settings.max_tries:
+                    await asyncio.sleep(self._pause_s(refusal, arrival, num_tries))
+                    self._returns_s.append(self._loop.time())
                     continue
                 self._end(Ending(arrival=arrival, end=End.REJECTED, ended_s=self._loop.time(), num_tries=num_tries))
             return
+
+    def _pause_s(self, refusal: QueueFullError, arrival: Arrival, num_tries: int) -> float:
+        """For how long a client stays away after so many tries."""
+        match self._settings.comes_back:
+            case ComesBack.AS_TOLD:
+                return refusal.retry_after_s
+            case ComesBack.IN_WHOLE_SECONDS:
+                return max(1, math.ceil(refusal.retry_after_s))
+            case ComesBack.AFTER_ONE_PLACE:
+                return max(MIN_S, 1 / (self._router.stats().releases_per_s or 1.0))
+            case ComesBack.BY_ITSELF:
+                drawn = random.Random(f"{arrival.number}:{num_tries}").random()
+                return min(0.5 * 2.0 ** (num_tries - 1), 8.0) * (1 - drawn / 4)
 
     async def _read(self) -> None:
         """The aggregator's part: note what happened, and tell the router about outcomes."""
@@ -251,6 +286,7 @@ class World:
             endings=tuple(self._endings[arrival.number] for arrival in self._arrivals),
             channels=channels,
             loads_seen=tuple(load / num_seen for load in self._loads_seen),
+            returns_s=tuple(self._returns_s),
             num_diverted=sum(channel.num_diverted for channel in channels),
             advice=self._advice,
             span_s=self._loop.time() - (self._arrivals[0].at_s if self._arrivals else 0.0),

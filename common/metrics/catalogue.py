@@ -146,7 +146,8 @@ OLDEST_PLACED = _gauge(
 RELEASES = _gauge(
     Tier.ROUTER,
     "kev_router_releases_per_second",
-    "Pace at which channels give places back while there is work, behind every Retry-After; 0 while it is not known.",
+    "Pace at which channels give places back while every one of them has work, behind every Retry-After; 0 while it is "
+    "not known.",
 )
 HEAT_SHARE = _gauge(
     Tier.ROUTER,

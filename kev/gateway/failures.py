@@ -73,6 +73,9 @@ def failure_of(error: Exception, request_id: str | None = None) -> Failure:
     if status in (429, 503):
         seconds = error.retry_after_s if isinstance(error, QueueFullError) else _RETRY_AFTER_S
         headers["retry-after"] = _whole_seconds(seconds)
+        if isinstance(error, QueueFullError) and math.isfinite(seconds):
+            # Not in the standard, but clients of OpenAI's API know it; in whole seconds many come back at once.
+            headers["retry-after-ms"] = str(math.ceil(seconds * 1000))
     return Failure(status, {"error": told}, headers)
 
 

@@ -27,7 +27,7 @@ from bench.traffic.world import End, WorldSettings, simulate
 from common.types import Strategy
 from router_svc.settings import RouterSettings
 
-NUM_QUESTIONS = {"hot": 1_500, "giant": 1_500}
+NUM_QUESTIONS = {"hot": 1_500, "giant": 1_500, "returns": 250}
 NUM_OTHERS = 800
 PLAIN = Speed(prefill_s=0.0, step_s=0.001)
 """Every slot a server of its own: a token takes a millisecond, prompts nothing."""
@@ -122,10 +122,9 @@ def test_the_goals_are_reached(name: str) -> None:
     assert [goal for goal in told(name).goals if not goal.reached] == []
 
 
-def test_the_hot_story_has_goals_and_so_has_the_giant() -> None:
+def test_three_stories_have_goals() -> None:
     """Goals that are not looked at are reached."""
-    assert len(told("hot").goals) == 4
-    assert len(told("giant").goals) == 1
+    assert [len(told(name).goals) for name in ("hot", "giant", "returns")] == [4, 1, 4]
 
 
 def test_the_router_names_the_hot_bucket_and_the_remedies() -> None:
@@ -157,6 +156,16 @@ def test_policies_differ_in_what_a_burst_costs() -> None:
     assert waits.num_rejected == 0 < waits.num_timed_out
     assert queues.num_timed_out == rejects.num_timed_out == 0 < queues.num_rejected < rejects.num_rejected
     assert rejects.of("all").wait_p99_s < queues.of("all").wait_p99_s < waits.of("all").wait_p99_s
+
+
+def test_who_is_told_a_time_of_his_own_asks_seldom() -> None:
+    """A crowd that was refused comes back as a crowd, or the node idles while it stays away."""
+    in_line, crowded, spread, in_seconds, untold = cases("returns")
+    assert crowded.refusals_per_answer > 8 * spread.refusals_per_answer
+    assert untold.refusals_per_answer > 1.5 * spread.refusals_per_answer
+    assert crowded.peak_returns > 50 and spread.peak_returns <= 10 and in_seconds.peak_returns <= 30
+    assert spread.utilization > 0.95 * in_line.utilization
+    assert all(reading.num_rejected == reading.num_timed_out == 0 for reading in cases("returns"))
 
 
 def test_urgent_questions_pass_others_and_starve_nobody() -> None:

@@ -234,6 +234,7 @@ async def test_overload_says_when_to_come_back(backend: ScriptedBackend, client:
     backend.submit_error = QueueFullError("no channel has room; try again later", retry_after_s=1.2)
     response = await client.post("/v1/query", json={"queries": ["a"]})
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+    assert response.headers["retry-after-ms"] == "1200"
     backend.submit_error = DrainingError("shutting down")
     response = await client.post("/v1/query", json={"queries": ["a"]})
     assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1

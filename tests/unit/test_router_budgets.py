@@ -31,9 +31,12 @@ async def test_a_tenant_at_its_limit_is_told_when_to_come_back() -> None:
     assert str(caught.value).startswith(
         "tenant 'acme' has 2 of 3 questions in flight, and this request has 2 more; try"
     )
-    assert caught.value.retry_after_s > 0
+    first_s = caught.value.retry_after_s
+    with pytest.raises(QueueFullError) as caught:
+        await house.router.submit(spec_of("b2", 2, tenant="acme"))
+    assert 0 < first_s < caught.value.retry_after_s, "who was refused later comes back later"
     await house.router.submit(spec_of("c", 3, tenant="other"))
-    assert house.router.stats().num_rejected == 1
+    assert house.router.stats().num_rejected == 2
     assert "b" not in house.registry.records, "nothing was registered"
     house.end("a", 0)
     await house.router.submit(spec_of("b", 2, tenant="acme"))

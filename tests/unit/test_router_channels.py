@@ -179,21 +179,20 @@ def test_withdrawn_places_do_not_count_as_used() -> None:
     assert pool.num_outstanding == pool.num_waiting == 0
 
 
-def test_retry_after_follows_the_pace() -> None:
+def test_the_pace_is_that_of_the_releases() -> None:
     """A refused client would come back far too early or too late."""
     pool = pool_of(num_channels=1, size=8)
-    assert pool.retry_after_s(3) == 1.0
+    assert pool.releases_per_s() is None
     for question in range(8):
         pool.place(question, to(0))
     for question in range(4):
         pool.release(question, now_s=10 + 2.0 * question)
-    assert pool.retry_after_s(3) == pytest.approx(6.0)
-    assert pool.retry_after_s(10**6) == 60.0
+    assert pool.releases_per_s() == pytest.approx(0.5)
     for question in range(4, 8):
         pool.release(question, now_s=18.0)
     pool.place(9, to(0))
     pool.release(9, now_s=5000.0)
-    assert pool.retry_after_s(1) < 2.0, "an idle hour is not the pace"
+    assert (pool.releases_per_s() or 0.0) > 0.5, "an idle hour is not the pace"
 
 
 def test_only_time_with_work_counts_for_the_pace() -> None:
@@ -202,9 +201,29 @@ def test_only_time_with_work_counts_for_the_pace() -> None:
     for question, at_s in enumerate((0.0, 100.0, 5000.0, 9000.0)):
         pool.place(question, to(0), now_s=at_s)
         pool.release(question, now_s=at_s + 2.0)
-        assert pool.retry_after_s(1) == pytest.approx(2.0)
-        assert pool.retry_after_s(3, at_s + 50.0) == pytest.approx(6.0)
+        assert pool.releases_per_s() == pytest.approx(0.5)
+        assert pool.releases_per_s(at_s + 50.0) == pytest.approx(0.5)
     assert pool.releases_per_s() == pytest.approx(0.5)
+
+
+def test_the_pace_is_that_of_a_pool_in_which_every_channel_has_work() -> None:
+    """The few questions of a quiet hour would tell a crowd how long to stay away."""
+    pool, now_s = pool_of(num_channels=2, size=10), 0.0
+    for question in range(20):
+        pool.place(question, to(question % 2), now_s=now_s)
+    for question in range(18):
+        now_s += 0.1
+        pool.release(question, now_s)
+    pool.check_integrity()
+    for question in (18, 19):
+        now_s += 5.0
+        pool.release(question, now_s)
+    for question in range(100, 130):
+        pool.place(question, to(0), now_s=now_s)
+        now_s += 5.0
+        pool.release(question, now_s)
+    assert (pool.releases_per_s() or 0.0) > 2.5
+    pool.check_integrity()
 
 
 def test_shortage_counts_channels_and_queue() -> None:

@@ -24,7 +24,7 @@ class Told:
     def __init__(self, states: Sequence[tuple[BreakerState, Diversion | None]], num_buckets: int) -> None:
         self.states, self.num_buckets = states, num_buckets
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str = "") -> None:
         raise NotImplementedError
 
     async def accept(self, spec: object, *, has_new_id: bool = False) -> bool:

@@ -128,9 +128,9 @@ async def test_retry_after_is_the_measured_pace() -> None:
         house.clock.advance(3.0)
         house.end("a", index)
     await house.router.submit(spec_of("b", 6))
-    with pytest.raises(QueueFullError, match="in about 6 s") as caught:
+    with pytest.raises(QueueFullError, match=r"in about [67]") as caught:
         await house.router.submit(spec_of("c", 2))
-    assert caught.value.retry_after_s == pytest.approx(6.0)
+    assert 6.0 <= caught.value.retry_after_s <= 9.0, "two places, and up to one more drawn"
     assert house.router.stats().releases_per_s == pytest.approx(1 / 3)
 
 

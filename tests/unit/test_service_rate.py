@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router_svc.service_rate import ServiceRate
+from router_svc.service_rate import Pace, ServiceRate
 
 
 def interval_s(rate: ServiceRate, now_s: float) -> float:
@@ -96,3 +96,33 @@ def test_memory_is_bounded() -> None:
     rate.begin(0.0)
     steady(rate, 0.0, 0.001, 50_000)
     assert len(rate._moments) <= 10.0 / 0.05 + 2
+
+
+def busy(pace: Pace, start_s: float, step_s: float, number: int, *, is_full: bool) -> float:
+    """A release every step; returns when the last one was."""
+    for step in range(1, number + 1):
+        pace.note(has_work=True, is_full=is_full, now_s=start_s + (step - 1) * step_s)
+        pace.release(start_s + step * step_s)
+        pace.note(has_work=False, is_full=False, now_s=start_s + step * step_s)
+    return start_s + number * step_s
+
+
+def test_a_half_idle_pool_is_not_slow() -> None:
+    """After a quiet hour of one question at a time a crowd would be told to stay away ten times too long."""
+    pace = Pace()
+    last_s = busy(pace, 0.0, 0.1, 20, is_full=True)
+    assert pace.per_s(last_s) == pytest.approx(10.0)
+    last_s = busy(pace, last_s, 1.0, 500, is_full=False)
+    assert pace.per_s(last_s) == pytest.approx(10.0)
+
+
+def test_before_a_pool_was_ever_full_any_work_counts() -> None:
+    """A deployment in which one channel alone is full would never know its pace."""
+    pace = Pace()
+    assert pace.per_s(0.0) is None
+    last_s = busy(pace, 0.0, 0.5, 20, is_full=False)
+    assert pace.per_s(last_s) == pytest.approx(2.0)
+    last_s = busy(pace, last_s, 0.05, 3, is_full=True)
+    assert 1.5 < (pace.per_s(last_s) or 0.0) < 3.0, "three releases are no pace yet"
+    last_s = busy(pace, last_s, 0.05, 20, is_full=True)
+    assert pace.per_s(last_s) == pytest.approx(20.0, rel=0.2)

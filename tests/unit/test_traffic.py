@@ -17,22 +17,24 @@ from hypothesis import strategies as st
 from bench.traffic.__main__ import main
 from bench.traffic.arrivals import (
     Arrival,
+    Flashes,
     Kind,
     Lengths,
     Rhythm,
     Traffic,
     about_anything,
     about_topics,
+    together,
     with_guests,
 )
 from bench.traffic.forward import SharedForward, Speed
 from bench.traffic.goals import goals_of, ratio
-from bench.traffic.measures import max_over_mean, percentile, read
+from bench.traffic.measures import max_over_mean, most_within, percentile, read
 from bench.traffic.report import Told, filled, rows, table
 from bench.traffic.stories import NAMES, ROUTER, colliding_topics, story
 from bench.traffic.virtual_time import run_virtually
 from bench.traffic.words import Vocabulary, WordTokenizer
-from bench.traffic.world import End, History, WorldSettings, simulate
+from bench.traffic.world import ComesBack, End, History, WorldSettings, simulate
 from common.errors import InvariantError
 from common.types import OverflowPolicy, Strategy
 from router_svc.embedding import HashedProjection
@@ -165,6 +167,24 @@ def test_guests_disturb_nobody() -> None:
     assert [arrival for arrival in told if arrival.kind == "short"] == calm
     assert [arrival.prompt_tokens for arrival in told if arrival.kind == "giant"] == [500, 500, 500]
     assert len({arrival.number for arrival in told}) == 303
+
+
+def test_a_flash_is_everybody_at_once() -> None:
+    """The crowd trickles in, and nobody is refused."""
+    times = Flashes(size=10, every_s=5.0, within_s=0.1).times(1.0, 25, random.Random(1))
+    assert times == sorted(times)
+    assert Counter(int(time_s // 5) for time_s in times) == {0: 10, 1: 10, 2: 5}
+    assert all(time_s % 5 <= 0.1 for time_s in times)
+
+
+def test_two_kinds_of_traffic_come_together() -> None:
+    """One of them has other moments than alone, or two questions have one number."""
+    other = replace(SHORT, name="other")
+    both = together(lambda num, seed: arrivals(num), lambda num, seed: arrivals(num, kind=other), 0.25)(80, 1)
+    assert [arrival for arrival in both if arrival.kind == "short"] == arrivals(60)
+    assert [a.at_s for a in both if a.kind == "other"] == [a.at_s for a in arrivals(20, kind=other)]
+    assert {arrival.number for arrival in both} == set(range(80))
+    assert [arrival.at_s for arrival in both] == sorted(arrival.at_s for arrival in both)
 
 
 @pytest.mark.parametrize("rhythm", [Rhythm(), Rhythm(burst=6.0, busy_s=2.0)])
@@ -304,7 +324,36 @@ def test_who_is_refused_may_ask_again() -> None:
     assert 1 < max(ending.num_tries for ending in often.endings) <= 6
 
 
+@pytest.mark.parametrize("comes_back", ComesBack)
+def test_a_client_comes_back_when_it_says(comes_back: ComesBack) -> None:
+    """Two kinds of clients are compared that do the same."""
+    router = replace(ROUTER, channel_pool_size=1, channel_queue_size=1, overflow_policy=OverflowPolicy.REJECT)
+    world = WorldSettings(strategy=Strategy.ROUND_ROBIN, router=router, max_tries=50, comes_back=comes_back)
+    asked = [replace(arrival, at_s=0.0) for arrival in arrivals(3)]
+    history = simulate(world, asked)
+    assert all(ending.end is End.ANSWERED for ending in history.endings)
+    assert len(history.returns_s) == sum(ending.num_tries - 1 for ending in history.endings)
+    first_s = history.returns_s[0]
+    match comes_back:
+        case ComesBack.AS_TOLD:
+            assert 1.0 < first_s and len(set(history.returns_s)) == len(history.returns_s)
+        case ComesBack.IN_WHOLE_SECONDS:
+            assert all(moment_s == round(moment_s) for moment_s in history.returns_s)
+        case ComesBack.AFTER_ONE_PLACE:
+            assert history.returns_s[:2] == (1.0, 1.0)
+        case ComesBack.BY_ITSELF:
+            assert 0.375 <= first_s <= 0.5
+
+
 # --- figures
+
+
+@given(st.lists(st.integers(0, 60)), st.integers(1, 20))
+def test_the_peak_is_the_fullest_stretch(values: list[int], length: int) -> None:
+    """A peak across two stretches of the clock is seen as two small ones."""
+    values.sort()
+    naive = max((sum(first <= value < first + length for value in values) for first in values), default=0)
+    assert most_within(values, length) == naive
 
 
 def test_percentiles_are_of_the_nearest_rank() -> None:
