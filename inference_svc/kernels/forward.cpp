@@ -1,19 +1,17 @@
 #include "forward.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 
+#include "forward_flow.h"
 #include "forward_parts.h"
-#include "forward_rows.h"
 
 namespace kev {
 namespace {
 
 constexpr int64_t kSerialNumbers = 16384;  // below this a rowwise pass is not worth waking anybody
 constexpr int64_t kRowsPerChunk = 4;
-constexpr int64_t kTileRows = 6;  // that a linear takes at once, in the widest variant
 constexpr int64_t kPassRowsPerThread = 16;  // with fewer, threads share the outputs instead of the rows
 
 int64_t up_width(const Model& model) { return model.gated ? 2 * model.mlp_width : model.mlp_width; }
@@ -82,8 +80,8 @@ class Executor {
         gathered_(experts_ ? max_rows * model.hidden : 0),
         expert_out_(experts_ ? max_rows * model.hidden : 0),
         scratch_(scratch_bytes(model, shared_rows_)),
-        attention_scratch_(
-            attention_scratch_bytes(pool_threads(pool), model.max_context, model.head_size, model.num_heads)),
+        attention_bytes_(attention_scratch_bytes(1, model.max_context, model.head_size, model.num_heads)),
+        attention_scratch_(attention_bytes_ * pool_threads(pool)),
         pass_parts_(model),
         pass_memory_(experts_ ? 0 : pool_threads(pool) * pass_parts_.floats) {}
 
@@ -99,7 +97,7 @@ class Executor {
     embed(step);
     lap(Work::EMBED);
     if (passes(step))
-      run_passes(step);
+      run_flow(step);
     else
       for (int64_t i = 0; i < model_.num_layers; ++i) run_layer(model_.layers[i], step);
     finish(step);
@@ -200,40 +198,26 @@ class Executor {
 
   // Attention proper.
   void mix(const Layer& layer, const Segment* segments, int64_t num_segments) {
-    Attention call{};
-    call.q = qkv_.get();
-    call.ldq = qkv_width(model_);
-    call.keys = layer.keys;
-    call.values = layer.values;
-    call.out = mixed_.get();
-    call.ldo = query_width(model_);
-    call.num_heads = model_.num_heads;
-    call.num_kv_heads = model_.num_kv_heads;
-    call.head_size = model_.head_size;
-    call.window = layer.window;
-    call.scale = layer.scale;
-    call.softcap = layer.softcap;
-    call.kv_type = model_.kv_type;
+    const Attention call = attention_of(model_, layer, qkv_.get(), mixed_.get());
     attention(pool_, call, segments, num_segments, attention_scratch_.get());
     lap(Work::ATTENTION);
   }
 
-  // All layers for many rows: threads take blocks of rows from the attention of a layer to that of the next. What
-  // comes after the last layer's keys and values is computed for the wanted rows alone.
-  void run_passes(const Step& step) {
-    const PassRows rows{hidden_.get(), qkv_.get(), mixed_.get()};
-    const std::vector<Segment> segments = joined(step);
-    const int64_t last = model_.num_layers - 1;
-    for (int64_t i = 0; i <= last; ++i) {
-      over_blocks(step.num_rows, [&](RowPass& pass, int64_t first, int64_t end) {
-        const Layer& layer = model_.layers[i];
-        const Weight* next = i > 0 ? &model_.layers[i - 1].out : &layer.qkv;
-        if (i > 0) pass.after_attention(model_.layers[i - 1], rows, &layer.qkv, first, end);
-        pass.before_attention(layer, step, rows, i < last, next, first, end);
-      });
-      if (i < last) mix(model_.layers[i], segments.data(), static_cast<int64_t>(segments.size()));
-    }
-    run_wanted(model_.layers[last], step);
+  // All layers for many rows. What comes after the last layer's keys and values is computed for the wanted rows alone.
+  void run_flow(const Step& step) {
+    const int64_t threads = pool_threads(pool_);
+    Flow flow(model_, step, {hidden_.get(), qkv_.get(), mixed_.get()}, threads);
+    std::vector<WorkTimes> spent(threads);
+    parallel(pool_, threads, [&](int64_t worker) {
+      float* pass = pass_memory_.get() + worker * pass_parts_.floats;
+      flow.work(pass_parts_, {pass, attention_scratch_.get() + worker * attention_bytes_}, &spent[worker]);
+    });
+    const int64_t before = times_.sum();
+    for (const WorkTimes& each : spent) times_.add(each);
+    const int64_t now = WorkTimes::now();
+    times_.at(Work::WAIT) += (now - lap_) * threads - (times_.sum() - before);
+    lap_ = now;
+    run_wanted(model_.layers[model_.num_layers - 1], step);
   }
 
   // One layer for the wanted rows, whose keys and values are stored; they become the first rows.
@@ -261,45 +245,6 @@ class Executor {
     few.segments = segments.data();
     few.num_rows = few.num_segments = count;
     run_layer(layer, few);
-  }
-
-  // Neighbouring segments of one question as one, so that their keys and values are read fewer times.
-  static std::vector<Segment> joined(const Step& step) {
-    std::vector<Segment> made;
-    made.reserve(step.num_segments);
-    for (int64_t i = 0; i < step.num_segments; ++i) {
-      const Segment& next = step.segments[i];
-      if (!made.empty()) {
-        Segment& before = made.back();
-        if (before.row + before.num_rows == next.row && before.position + before.num_rows == next.position &&
-            before.prefix_start == next.prefix_start && before.num_prefix == next.num_prefix &&
-            before.private_start == next.private_start) {
-          before.num_rows += next.num_rows;
-          continue;
-        }
-      }
-      made.push_back(next);
-    }
-    return made;
-  }
-
-  // Calls body(pass, first, last) for blocks of whole tiles of rows, of nearly one size and as many for each thread.
-  template <class F>
-  void over_blocks(int64_t rows, F&& body) {
-    const int64_t threads = pool_threads(pool_), tiles = (rows + kTileRows - 1) / kTileRows;
-    const int64_t blocks = threads * ((tiles * kTileRows + MAX_PASS_ROWS * threads - 1) / (MAX_PASS_ROWS * threads));
-    std::vector<WorkTimes> spent(threads);
-    std::atomic<int64_t> next{0};
-    parallel(pool_, threads, [&](int64_t worker) {
-      RowPass pass(model_, pass_parts_, pass_memory_.get() + worker * pass_parts_.floats, &spent[worker]);
-      for (int64_t b; (b = next.fetch_add(1, std::memory_order_relaxed)) < blocks;)
-        body(pass, tiles * b / blocks * kTileRows, std::min(rows, tiles * (b + 1) / blocks * kTileRows));
-    });
-    const int64_t before = times_.sum();
-    for (const WorkTimes& each : spent) times_.add(each);
-    const int64_t now = WorkTimes::now();
-    times_.at(Work::WAIT) += (now - lap_) * threads - (times_.sum() - before);
-    lap_ = now;
   }
 
   void run_mlp(const Mlp& mlp, const float* x, int64_t rows, float* out) {
@@ -376,7 +321,9 @@ class Executor {
   const bool experts_;
   const int64_t shared_rows_;
   Buffer<float> hidden_, mixed_, qkv_, normed_, up_, added_, last_, routes_, gathered_, expert_out_;
-  Buffer<char> scratch_, attention_scratch_;
+  Buffer<char> scratch_;
+  const int64_t attention_bytes_;  // of one thread
+  Buffer<char> attention_scratch_;
   const RowPass::Parts pass_parts_;
   Buffer<float> pass_memory_;
   WorkTimes times_;

@@ -55,6 +55,25 @@ inline void join(const Norm& norm, float* added, float* hidden, int64_t width, i
   add(added, width, width, hidden, width, first, last);
 }
 
+// Attention of a layer over all rows' queries.
+inline Attention attention_of(const Model& model, const Layer& layer, const float* qkv, float* out) {
+  Attention call{};
+  call.q = qkv;
+  call.ldq = qkv_width(model);
+  call.keys = layer.keys;
+  call.values = layer.values;
+  call.out = out;
+  call.ldo = query_width(model);
+  call.num_heads = model.num_heads;
+  call.num_kv_heads = model.num_kv_heads;
+  call.head_size = model.head_size;
+  call.window = layer.window;
+  call.scale = layer.scale;
+  call.softcap = layer.softcap;
+  call.kv_type = model.kv_type;
+  return call;
+}
+
 // What lies between the linear and the attention, for rows [first, last): norms of the heads (of the queries only when
 // `queries`), rotation, keys and values into the arena.
 inline void place_heads(const Model& model, const Layer& layer, const Step& step, bool queries, float* qkv,

@@ -8,7 +8,6 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <mutex>
@@ -19,6 +18,7 @@
 
 #include "isa.h"
 #include "kernels.h"
+#include "spin.h"
 
 #if KEV_X86
 #include <immintrin.h>
@@ -27,9 +27,6 @@
 namespace kev {
 namespace {
 
-// Long enough to bridge the serial stretches between two runs of one forward, short enough not to burn a core between
-// forwards.
-constexpr std::chrono::microseconds SPIN{40};
 constexpr int MAX_THREADS = 1024;
 
 std::atomic<uint64_t> forks{0};
@@ -38,27 +35,6 @@ thread_local bool inside_chunk = false;
 void watch_forks() {
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); }); });
-}
-
-inline void relax() {
-#if KEV_X86
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Spins until `ready()` or until the time is up; says which.
-template <class Ready>
-bool spin(Ready ready) {
-  const auto end = std::chrono::steady_clock::now() + SPIN;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (ready()) return true;
-      relax();
-    }
-  } while (std::chrono::steady_clock::now() < end);
-  return ready();
 }
 
 // The default floating point environment for as long as it lives.

@@ -1,5 +1,6 @@
 // Whole forwards, many rows at once and few: run with the sanitizers, which see what leaves the working memory and what
-// two threads touch at once. Both ways must give the same bits.
+// two threads touch at once. Both ways must give the same bits, also of questions that read a prefix which the same
+// forward computes.
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -149,6 +150,71 @@ Answer run(const kev::Model& model, kev::Pool* pool, int64_t rows) {
   return answer;
 }
 
+// A text of its own, whose keys and values lie at [prefix_start, + num_prefix) and from private_start on.
+struct Text {
+  int64_t first, last;  // positions that are computed
+  int64_t prefix_start, num_prefix, private_start;
+};
+
+constexpr int64_t PREFIX = 33;
+// The prefix itself, two questions of one row and two of several over it, and one that has none; in the order of rows.
+const Text TEXTS[] = {{0, PREFIX, 0, 0, 2},
+                      {PREFIX, PREFIX + 1, 2, PREFIX, 36},
+                      {PREFIX, PREFIX + 11, 2, PREFIX, 38},
+                      {PREFIX, PREFIX + 1, 2, PREFIX, 50},
+                      {0, 9, 0, 0, 52},
+                      {PREFIX, PREFIX + 17, 2, PREFIX, 62}};
+constexpr int64_t NUM_TEXTS = sizeof TEXTS / sizeof TEXTS[0];
+
+// The best tokens of the last rows of texts [first, last), computed in one forward.
+void run_texts(const kev::Model& model, kev::Pool* pool, int64_t first, int64_t last, Answer* answers) {
+  std::vector<int64_t> ids, positions, places, wanted;
+  std::vector<kev::Segment> segments;
+  for (int64_t t = first; t < last; ++t) {
+    const Text& text = TEXTS[t];
+    segments.push_back({static_cast<int64_t>(ids.size()), text.last - text.first, text.first, text.prefix_start,
+                        text.num_prefix, text.private_start});
+    for (int64_t p = text.first; p < text.last; ++p) {
+      ids.push_back((t * 17 + p * 37) % VOCABULARY);
+      positions.push_back(p);
+      places.push_back(text.private_start + p - text.num_prefix);
+    }
+    wanted.push_back(static_cast<int64_t>(ids.size()) - 1);
+  }
+  std::vector<int64_t> best(wanted.size());
+  std::vector<float> values(wanted.size());
+  kev::Step step{};
+  step.ids = ids.data();
+  step.positions = positions.data();
+  step.places = places.data();
+  step.segments = segments.data();
+  step.wanted = wanted.data();
+  step.num_rows = static_cast<int64_t>(ids.size());
+  step.num_segments = static_cast<int64_t>(segments.size());
+  step.num_wanted = step.num_greedy = static_cast<int64_t>(wanted.size());
+  step.best = best.data();
+  step.best_value = values.data();
+  kev::Executor* executor = kev::executor_create(&model, pool, step.num_rows, step.num_wanted);
+  CHECK(executor != nullptr && kev::executor_run(executor, step) == 0);
+  kev::executor_destroy(executor);
+  for (int64_t t = first; t < last; ++t) {
+    answers[t].best = best[static_cast<size_t>(t - first)];
+    answers[t].value = values[static_cast<size_t>(t - first)];
+  }
+}
+
+void compare_texts(Precision precision) {
+  const Tiny alone(precision, 64), together(precision, 64);
+  Answer expected[NUM_TEXTS], found[NUM_TEXTS];
+  for (int64_t t = 0; t < NUM_TEXTS; ++t) run_texts(alone.model, nullptr, t, t + 1, expected);
+  for (int threads : {1, 2, 3}) {
+    kev::Pool* pool = kev::pool_create(threads);
+    run_texts(together.model, pool, 0, NUM_TEXTS, found);
+    for (int64_t t = 0; t < NUM_TEXTS; ++t) CHECK(found[t] == expected[t]);
+    kev::pool_destroy(pool);
+  }
+}
+
 void compare(Precision precision, int64_t mlp_width) {
   const Tiny few(precision, mlp_width), many(precision, mlp_width);
   const Answer expected = run(few.model, nullptr, 7);
@@ -168,6 +234,7 @@ int main() {
     if (!kev::isa_select(name)) continue;
     for (Precision precision : {Precision::F32, Precision::BF16, Precision::I8})
       for (int64_t mlp_width : {int64_t{37}, int64_t{64}, int64_t{96}}) compare(precision, mlp_width);
+    for (Precision precision : {Precision::F32, Precision::BF16, Precision::I8}) compare_texts(precision);
   }
   return 0;
 }
