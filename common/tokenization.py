@@ -22,6 +22,7 @@ import tokenizers
 
 from common.clock import SystemClock
 from common.errors import InvalidRequestError, ModelError
+from common.heap import give_back
 from common.ports import Clock
 from common.prompt_layout import ChatLayout, Chunk, Origin, Piece, PlainLayout, PromptLayout
 from common.tokenizer_files import TokenizerFiles, TokenRoles
@@ -116,7 +117,10 @@ class Tokenizer:
         template = files.chat_template or prompt_template
         settings = [template, knowledge_prefix, files.named_tokens, roles.lead_ids, sorted(roles.eos_ids)]
         fingerprint = hashlib.sha256(serialized + b"\0" + json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        return cls(full, roles, layout, fingerprint)
+        made = cls(full, roles, layout, fingerprint)
+        del serialized
+        give_back()
+        return made
 
     def render(self, question: str, system_prompt: str, *, max_prompt_tokens: int, truncate: Truncate) -> Prompt:
         """The prompt of one question.

@@ -19,9 +19,11 @@ import tokenizers
 import torch
 from transformers import PreTrainedModel
 
+from common.heap import give_back
 from inference_svc.calibration_texts import TEXTS
 from inference_svc.equalize import InputMoments
 from inference_svc.probe import probe_prompt
+from inference_svc.progress import Progress
 
 _LOG = logging.getLogger("kev.model")
 
@@ -37,7 +39,10 @@ def calibration_prompts(path: Path) -> Prompts:
     """The texts as a model directory's tokenizer reads them; none when it has no tokenizer that can be used."""
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        return [tokenizer.encode(text).ids for text in TEXTS]
+        prompts = [tokenizer.encode(text).ids for text in TEXTS]
+        del tokenizer
+        give_back()
+        return prompts
     except Exception as error:  # The library raises bare Exception for whatever is wrong with the file.
         _LOG.info("no text to calibrate int8 with: %s", error)
         return ()
@@ -55,7 +60,7 @@ def calibrate(
         max_context: most tokens of a prompt.
         with_head: whether the head runs too; its inputs are also what the last norm gives.
     """
-    moments = InputMoments()
+    moments, progress = InputMoments(), Progress()
     used = module.config._attn_implementation
     weight = module.get_input_embeddings().weight
     length = min(_PROMPT_TOKENS, max_context)
@@ -63,7 +68,8 @@ def calibrate(
     module.set_attn_implementation("eager")
     try:
         with moments.watching(module):
-            for prompt in prompts or drawn:
+            for number, prompt in enumerate(prompts or drawn):
+                progress.tell("prompts run to calibrate int8", number, len(prompts or drawn))
                 ids = torch.tensor([prompt[:length]], device=weight.device)
                 if with_head:
                     module(input_ids=ids, use_cache=False, logits_to_keep=min(_LOGIT_ROWS, ids.shape[1]))

@@ -3,14 +3,14 @@
 Invariants and semantics: only families whose mathematics is known here are read, each part is looked at instead of
 guessed (how a norm weighs is measured on the norm, window and scale come from the model's own attention calls), and
 anything else is refused: fail closed. Nothing is copied before it is asked for: a linear is a function that returns
-its rows.
+its rows, and they are asked for in blocks.
 
 Not here: packing and running (``native_model``), proof that the reading is right (``native_check``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,20 +70,52 @@ class Linear:
     """The module that alone has these rows."""
     columns: torch.Tensor | None = None
     """``[k]`` float32: what each column is multiplied with as it is packed."""
+    divisors: torch.Tensor | None = None
+    """``[sum n_i]`` float32: what each row is divided by as it is packed."""
+
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        parts = self.parts()
+        return sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+    def blocks(self, num_rows: int) -> Iterator[torch.Tensor]:
+        """The rows as they are packed, ``num_rows`` at a time; file pages are let go when the next block is asked."""
+        first = 0
+        for pieces in _pieces(self.parts(), num_rows):
+            rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            last = first + rows.shape[0]
+            if self.divisors is not None:
+                rows = rows / self.divisors[first:last].to(rows.dtype)[:, None]
+            yield rows if self.columns is None else rows.float() * self.columns
+            let_go(pieces)
+            first = last
 
     def with_columns(self, scales: torch.Tensor) -> Linear:
         """With columns multiplied once more."""
         return replace(self, columns=scales if self.columns is None else self.columns * scales)
 
     def with_rows_divided(self, divisors: torch.Tensor) -> Linear:
-        """With rows and their bias divided by ``[sum n_i]`` float32; powers of two divide exactly."""
-        parts = self.parts
+        """With rows and their bias divided once more by ``[sum n_i]`` float32; powers of two divide exactly."""
+        bias = None if self.bias is None else self.bias / divisors
+        return replace(self, divisors=divisors if self.divisors is None else self.divisors * divisors, bias=bias)
 
-        def divided() -> Sequence[torch.Tensor]:
-            rows = torch.cat([part.detach() for part in parts()])
-            return [rows / divisors.to(rows.dtype)[:, None]]
 
-        return replace(self, parts=divided, bias=None if self.bias is None else self.bias / divisors)
+def _pieces(parts: Sequence[torch.Tensor], num_rows: int) -> Iterator[list[torch.Tensor]]:
+    """Parts ``[n_i, k]``, one below the other, cut after every ``num_rows`` rows."""
+    pieces: list[torch.Tensor] = []
+    missing = num_rows
+    for part in parts:
+        first = 0
+        while first < part.shape[0]:
+            piece = part.detach()[first : first + missing]
+            pieces.append(piece)
+            first += piece.shape[0]
+            missing -= piece.shape[0]
+            if not missing:
+                yield pieces
+                pieces, missing = [], num_rows
+    if pieces:
+        yield pieces
 
 
 @dataclass(frozen=True, slots=True)

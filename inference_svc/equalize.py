@@ -85,8 +85,9 @@ def column_energies(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     found = torch.zeros(weights[0].shape[1], dtype=torch.float64)
     for weight in weights:
         for first in range(0, weight.shape[0], _BLOCK_ROWS):
-            found += weight[first : first + _BLOCK_ROWS].detach().float().pow(2).sum(0).double().cpu()
-        let_go([weight])
+            rows = weight[first : first + _BLOCK_ROWS].detach()
+            found += rows.float().pow(2).sum(0).double().cpu()
+            let_go([rows])
     return found
 
 

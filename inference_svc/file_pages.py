@@ -15,6 +15,7 @@ import mmap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 _MAPS = Path("/proc/self/maps")
 _DONT_NEED = 4
 """MADV_DONTNEED of Linux."""
+_BLOCK_ROWS = 4096
 
 
 def let_go(tensors: Iterable[torch.Tensor]) -> int:
@@ -43,20 +45,37 @@ def let_go(tensors: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def let_go_after_use(module: nn.Module) -> Iterator[None]:
-    """While this lasts, a layer, an embedding and a head let go of their pages as soon as they have run."""
-    hooks = []
+    """While this lasts, layers and embeddings let go of their pages as soon as they have run, a head block by block."""
+    hooks, heads = [], [part for part in module.modules() if _is_head(part)]
     for part in module.modules():
-        parts = list(part) if isinstance(part, nn.ModuleList) else [part] if _is_table(part) else []
+        parts = list(part) if isinstance(part, nn.ModuleList) else [part] if isinstance(part, nn.Embedding) else []
         hooks += [one.register_forward_hook(lambda done, _args, _made: _let_go_of(done)) for one in parts]
+    for head in heads:
+        head.__class__ = _HeadInBlocks
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+        for head in heads:
+            head.__class__ = nn.Linear
 
 
-def _is_table(part: nn.Module) -> bool:
-    return isinstance(part, nn.Embedding) or (isinstance(part, nn.Linear) and part.out_features > 8 * part.in_features)
+def _is_head(part: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(part) is nn.Linear and part.out_features > 8 * part.in_features
+
+
+class _HeadInBlocks(nn.Linear):
+    """A linear that lets go of its rows as it goes through them."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        made = []
+        for first in range(0, self.out_features, _BLOCK_ROWS):
+            rows = self.weight[first : first + _BLOCK_ROWS]
+            bias = None if self.bias is None else self.bias[first : first + _BLOCK_ROWS]
+            made.append(nn.functional.linear(input, rows, bias))
+            let_go([rows])
+        return torch.cat(made, -1)
 
 
 def _let_go_of(module: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Loads a model for the isolated forward, or says why it cannot be isolated.
 
-Invariants and semantics: weights come from safetensors only. An architecture that cannot be isolated (``architecture``)
+Invariants and semantics: an architecture that cannot be isolated (``architecture``)
 or does not go through transformers' attention interface is refused. Kev's own kernels run what they know (``decoder``)
 and have been compared with transformers (``native_check``); left to choose, the loader takes torch where they cannot.
 A model spread over several processes (``tensor_parallel``) runs on torch.
@@ -13,45 +13,49 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import lcm
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
-from transformers.utils import logging as transformers_logging
+from transformers import PretrainedConfig, PreTrainedModel
 
-from common.errors import ConfigError, InvariantError, ModelError, UnsupportedModelError
+from common.errors import ConfigError, InvariantError, UnsupportedModelError
 from inference_svc.architecture import check_architecture, check_parallel
 from inference_svc.attention import AttentionBody, Backend, cpu_attention, reference_attention, register
-from inference_svc.calibration import Prompts, calibrate, calibration_prompts
+from inference_svc.calibration import Prompts, calibration_prompts
 from inference_svc.compiled import CompiledModule
-from inference_svc.decoder import FAMILIES, read_decoder
-from inference_svc.equalize import equalized
-from inference_svc.file_pages import let_go_after_use
+from inference_svc.decoder import FAMILIES
 from inference_svc.flex import BLOCK_POSITIONS, flex_backend
 from inference_svc.forward import Forward
 from inference_svc.gpus import gpu_name
 from inference_svc.int8_linear import quantize_linears
-from inference_svc.kernels.layout import Precision
 from inference_svc.kernels.library import Library, kernels
 from inference_svc.kv_cache import KVCache
+from inference_svc.memory_bill import packed_bytes
 from inference_svc.memory_plan import KVGeometry
 from inference_svc.model_digest import files_digest
-from inference_svc.native_check import ModelSize, NativeCheck, reference_of
 from inference_svc.native_forward import NativeForward
-from inference_svc.native_image import open_image, save_image
+from inference_svc.native_image import ImageDraft, ImageLostError, ImageName, open_image
 from inference_svc.native_model import NativeModel
+from inference_svc.native_packing import NATIVE_PRECISIONS, pack_module
 from inference_svc.plan import ForwardShapes
+from inference_svc.source_model import (
+    dtype_of,
+    geometry_of,
+    max_context_of,
+    read_config,
+    read_module,
+    warn_about_precision,
+)
 from inference_svc.tensor_parallel import Ranks, TensorParallelForward
+from inference_svc.tensor_store import TensorStore
 from inference_svc.torch_forward import TorchForward
+from inference_svc.weight_files import read_tensor_shapes
 
 _LOG = logging.getLogger("kev.model")
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
-"""Type of keys and values, and of the weights as they are loaded."""
-_NATIVE_PRECISIONS = {"fp32": Precision.F32, "bf16": Precision.BF16, "int8": Precision.I8}
 BODIES: Mapping[Backend, AttentionBody] = {
     Backend.CPU: cpu_attention,
     Backend.REFERENCE: reference_attention,
@@ -160,26 +164,24 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         return _load_spread(path, settings)
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    config = _read_config(path)
-    _warn_about_precision(settings.precision, config)
+    config = read_config(path)
+    warn_about_precision(settings.precision, config)
     chosen = _chosen_backend(settings, config.model_type)
-    max_context = _max_context(config, settings.max_context)
+    max_context = max_context_of(config, settings.max_context)
     check_architecture(config, max_context, chosen.backend or Backend.CPU)
     fingerprint = fingerprint_of(path, chosen)
     kernels_in_use = _library().variant if chosen.backend is Backend.NATIVE else f"torch {torch.__version__}"
     _LOG.info("%s in %s on backend %s (%s)", config.model_type, chosen.precision, chosen.backend, kernels_in_use)
-    image = _image_path(chosen, fingerprint)
-    native = None if image is None else open_image(image, fingerprint)
+    image = _image_name(path, chosen, fingerprint)
+    native = None if image is None else open_image(image)
     if native is not None and native.model.max_context >= max_context:
         native.model.max_context = max_context
         return _described(None, native, config, chosen, fingerprint)
-    module = _read_module(path, config, chosen)
     try:
-        prompts = calibration_prompts(path) if chosen.precision == "int8" else ()
-        model = wrap_model(module, chosen, fingerprint=fingerprint, prompts=prompts)
-        if image is not None and model.native is not None:
-            save_image(model.native, image, fingerprint)
-        return model
+        return _from_source(path, config, chosen, fingerprint, image)
+    except ImageLostError as error:
+        _LOG.warning("%s", error)
+        return load_model(path, replace(settings, image_dir=None))
     except UnsupportedModelError as error:
         if settings.backend is not None or chosen.backend is not Backend.NATIVE:
             raise
@@ -187,10 +189,30 @@ def load_model(path: Path, settings: LoadSettings) -> LoadedModel:
         return load_model(path, replace(settings, backend=Backend.CPU))
 
 
+def _from_source(
+    path: Path, config: PretrainedConfig, settings: LoadSettings, fingerprint: str, image: ImageName | None
+) -> LoadedModel:
+    """The model, packed into a new image where there is to be one.
+
+    Raises:
+        ImageLostError: the image could not be written to its end.
+    """
+    prompts = calibration_prompts(path) if settings.precision == "int8" else ()
+    module = _read(path, config, settings)
+    draft = None
+    if image is not None:
+        draft = ImageDraft.begin(image, packed_bytes(read_tensor_shapes(path), settings.precision))
+    with nullcontext() if draft is None else closing(draft):
+        model = wrap_model(module, settings, fingerprint=fingerprint, prompts=prompts, store=draft)
+        if draft is not None:
+            draft.publish()
+    return model
+
+
 def _load_spread(path: Path, settings: LoadSettings) -> LoadedModel:
     """The model, spread over this process and others on this machine."""
     settings = _spread(settings)
-    check_parallel(_read_config(path), settings.tensor_parallel)
+    check_parallel(read_config(path), settings.tensor_parallel)
     ranks = Ranks.start(path, asdict(settings), settings.tensor_parallel)
     try:
         model = replace(load_part(path, settings), ranks=ranks)
@@ -229,13 +251,18 @@ def load_part(path: Path, settings: LoadSettings) -> LoadedModel:
     """
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    config = _read_config(path)
-    check_architecture(config, _max_context(config, settings.max_context), settings.backend or Backend.CPU)
-    return wrap_model(_read_module(path, config, settings), settings, fingerprint=fingerprint_of(path, settings))
+    config = read_config(path)
+    check_architecture(config, max_context_of(config, settings.max_context), settings.backend or Backend.CPU)
+    return wrap_model(_read(path, config, settings), settings, fingerprint=fingerprint_of(path, settings))
 
 
 def wrap_model(
-    module: PreTrainedModel, settings: LoadSettings, *, fingerprint: str, prompts: Prompts = ()
+    module: PreTrainedModel,
+    settings: LoadSettings,
+    *,
+    fingerprint: str,
+    prompts: Prompts = (),
+    store: TensorStore | None = None,
 ) -> LoadedModel:
     """Check a model that is already in memory and make it ready; the native backend takes its weights.
 
@@ -244,6 +271,7 @@ def wrap_model(
         settings: how to run it.
         fingerprint: of the model.
         prompts: token ids to calibrate int8 with.
+        store: takes the packed weights of the native backend; None for this process's memory.
 
     Raises:
         UnsupportedModelError: the architecture cannot be isolated, or not by this backend.
@@ -253,15 +281,18 @@ def wrap_model(
     native = backend is Backend.NATIVE
     module.set_attn_implementation((Backend.CPU if native else backend).attention_name)
     config = module.config.get_text_config()
-    max_context = _max_context(config, settings.max_context)
+    max_context = max_context_of(config, settings.max_context)
     check_architecture(config, max_context, backend)
     if not getattr(module, "_supports_attention_backend", False):
         message = f"{type(module).__name__} does not use transformers' attention interface, so its channels cannot be"
         raise UnsupportedModelError(
             f"{message} separated; use a model that does, such as Llama, Qwen, Mistral or Gemma"
         )
-    native_model = _packed(module, config, settings, prompts) if native else None
-    if not native and settings.precision == "int8":
+    native_model = None
+    if native:
+        geometry = geometry_of(config, next(module.parameters()).dtype)
+        native_model = pack_module(module, geometry, max_context, settings.precision, _library(), prompts, store)
+    elif settings.precision == "int8":
         quantize_linears(module, prompts)
     return _described(None if native else module, native_model, config, settings, fingerprint)
 
@@ -274,50 +305,26 @@ def _described(
     fingerprint: str,
 ) -> LoadedModel:
     weight = None if module is None else next(module.parameters())
-    dtype = _dtype(settings.precision) if weight is None else weight.dtype
+    dtype = dtype_of(settings.precision) if weight is None else weight.dtype
     return LoadedModel(
         module=module,
         native=native,
-        geometry=_geometry(config, dtype, settings.tensor_parallel),
+        geometry=geometry_of(config, dtype, settings.tensor_parallel),
         precision=settings.precision,
         dtype=dtype,
         device=torch.device("cpu") if weight is None else weight.device,
         backend=settings.backend or Backend.CPU,
         vocab_size=int(config.vocab_size),
-        max_context=_max_context(config, settings.max_context),
+        max_context=max_context_of(config, settings.max_context),
         fingerprint=fingerprint,
     )
 
 
-def _packed(module: PreTrainedModel, config: PretrainedConfig, settings: LoadSettings, prompts: Prompts) -> NativeModel:
-    """Packed weights that give transformers' logits. The module is empty afterwards."""
-    library = _library()
-    dtype = next(module.parameters()).dtype
-    size = ModelSize(
-        geometry=_geometry(config, dtype),
-        kv_dtype=dtype,
-        max_context=_max_context(config, settings.max_context),
-        vocab_size=int(config.vocab_size),
-    )
-    with let_go_after_use(module):
-        reference = reference_of(module, size)
-    decoder = read_decoder(module, reference.calls, size.max_context)
-    if settings.precision == "int8":
-        with let_go_after_use(module):
-            moments = calibrate(module, prompts, size.max_context, with_head=False)
-        decoder = equalized(decoder, moments)
-    check = NativeCheck(reference=reference, size=size, library=library, num_threads=torch.get_num_threads())
-    check.check_reading(decoder)
-    kv_precision = Precision.F32 if dtype is torch.float32 else Precision.BF16
-    packed = NativeModel.pack(decoder, _NATIVE_PRECISIONS[settings.precision], kv_precision, library)
-    check.check_packed(packed, settings.precision)
-    return packed
-
-
-def _image_path(settings: LoadSettings, fingerprint: str) -> Path | None:
+def _image_name(path: Path, settings: LoadSettings, fingerprint: str) -> ImageName | None:
     if settings.backend is not Backend.NATIVE or settings.image_dir is None:
         return None
-    return settings.image_dir / f"{fingerprint[:32]}.kevmodel"
+    origin = f"{path.resolve()} {settings.precision} {_library().variant}"
+    return ImageName(folder=settings.image_dir, fingerprint=fingerprint, origin=origin)
 
 
 def _library() -> Library:
@@ -333,23 +340,8 @@ def _chosen_backend(settings: LoadSettings, model_type: str) -> LoadSettings:
         return settings
     if settings.device.startswith("cuda"):
         return replace(settings, backend=Backend.FLEX)
-    usable = isinstance(kernels(), Library) and settings.precision in _NATIVE_PRECISIONS and model_type in FAMILIES
+    usable = isinstance(kernels(), Library) and settings.precision in NATIVE_PRECISIONS and model_type in FAMILIES
     return replace(settings, backend=Backend.NATIVE if usable else Backend.CPU)
-
-
-def _read_module(path: Path, config: PretrainedConfig, settings: LoadSettings) -> PreTrainedModel:
-    _register_backends()
-    transformers_logging.disable_progress_bar()
-    parts = settings.tensor_parallel
-    spread = {"distributed_config": DistributedConfig(tp_size=parts)} if parts > 1 else {}
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=_dtype(settings.precision), use_safetensors=True, local_files_only=True, **spread
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
-    module = module.eval().requires_grad_(False)
-    return module if spread else module.to(settings.device)
 
 
 def fingerprint_of(path: Path, settings: LoadSettings) -> str:
@@ -368,48 +360,6 @@ def _register_backends() -> None:
         register(backend, body)
 
 
-def _dtype(precision: str) -> torch.dtype:
-    if precision not in _DTYPES:
-        raise ConfigError(f"core.precision must be one of {', '.join(_DTYPES)}, got {precision!r}")
-    return _DTYPES[precision]
-
-
-def _read_config(path: Path) -> PretrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"the model in {path} cannot be read: {_first_line(error)}") from error
-    return config.get_text_config()
-
-
-def _warn_about_precision(precision: str, config: PretrainedConfig) -> None:
-    if precision == "fp16" and config.dtype is torch.bfloat16:
-        _LOG.warning(
-            "core.precision is fp16 but %s was trained in bf16: values beyond 65,504 overflow and such answers end in "
-            "an error; set core.precision: bf16",
-            config.model_type,
-        )
-
-
-def _max_context(config: PretrainedConfig, configured: int) -> int:
-    own = getattr(config, "max_position_embeddings", None)
-    if own is not None and own < configured:
-        _LOG.info("core.max_context %d is above the model's %d positions; using %d", configured, own, own)
-        return int(own)
-    return configured
-
-
-def _geometry(config: PretrainedConfig, dtype: torch.dtype, num_parts: int = 1) -> KVGeometry:
-    heads = int(config.num_attention_heads)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return KVGeometry(
-        num_layers=int(config.num_hidden_layers),
-        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads) // num_parts,
-        key_head_size=int(head_size),
-        value_head_size=int(head_size),
-        element_bytes=dtype.itemsize,
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _read(path: Path, config: PretrainedConfig, settings: LoadSettings) -> PreTrainedModel:
+    _register_backends()
+    return read_module(path, config, settings.precision, settings.device, settings.tensor_parallel)

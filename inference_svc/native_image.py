@@ -1,155 +1,217 @@
-"""Packed models on disk: written once per model and precision, mapped into memory at every later start.
+"""Packed models on disk: written once per model and precision while they are packed, mapped into memory ever after.
 
-Invariants and semantics: an image holds the tensors, each on a cache line, and the structures that point into them,
-with pointers stored as numbers of tensors. It is made for one fingerprint and one layout of the structures and ignored
-for any other; a damaged one is made anew. It is written under another name and moved into place. Only models that
-passed the check against transformers are written. Mapped pages are private: nothing written to memory reaches the file.
+Invariants and semantics: an image holds the tensors, each on a cache line, the structures that point into them, with
+numbers of tensors for pointers, and at its end a description. It is made for one fingerprint and one layout of the
+structures and ignored for any other; a damaged one is made anew. A draft is mapped as soon as it is on the disk, and
+gets its name when the model has passed the check against transformers: what has the name is whole. Mapped pages are
+private: nothing written to memory reaches the file. An image is locked as long as it is mapped. When one is published,
+others that were made of the same model folder in the same form go, and so does what nobody used for long.
 
-Not here: packing (``native_model``), the check (``native_check``).
+Not here: packing (``native_model``), the check (``native_check``), names and locks (``kept_files``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
+import mmap
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
+from common.clock import SystemClock
+from inference_svc.kept_files import PartialFile, mark_used, sweep
 from inference_svc.kernels.layout import CLayer, CMlp, CModel
 from inference_svc.kernels.library import ABI_VERSION
 from inference_svc.native_model import NativeModel
+from inference_svc.tensor_store import Structures, check_filled
 
 _LOG = logging.getLogger("kev.model")
 
-_MAGIC = b"kev packed model 1\n"
+_MAGIC = b"kev packed model 2\n"
 _CONTENT = 2
 """Raised when the same model is packed to other numbers: 2, columns are equalized for int8."""
 _LINE_BYTES = 64
-_WORD_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_SPARE_SHARE = 1.02
+"""Room that must be free, by what the tensors are estimated at: tables of positions and descriptions come besides."""
+_SUFFIX = ".kevmodel"
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float32, torch.int32)}
-_Kind = Any
-"""A ctypes structure or an array of them, as a type."""
 
 
-def save_image(native: NativeModel, path: Path, fingerprint: str) -> None:
-    """Write a packed model; failing to is only logged, the model in memory is fine."""
-    numbers = {tensor.data_ptr(): index + 1 for index, tensor in enumerate(native.tensors)}
-    blobs = [_relocated(blob, numbers) for blob in (native.model, native.layers, native.mlps)]
-    entries, offset = [], 0
-    for tensor in (*blobs, *native.tensors):
-        num_bytes = tensor.numel() * tensor.element_size()
-        entries.append({"dtype": str(tensor.dtype), "shape": list(tensor.shape), "offset": offset})
-        offset += -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
-    header = json.dumps({"label": _label(fingerprint), "num_bytes": offset, "entries": entries}).encode()
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(_MAGIC + len(header).to_bytes(8, "little") + header)
-            start = _first_byte(len(header))
-            for entry, tensor in zip(entries, (*blobs, *native.tensors), strict=True):
-                file.seek(start + int(str(entry["offset"])))
-                file.write(tensor.contiguous().view(torch.uint8).numpy().data)
-            file.truncate(start + offset)
-        partial.replace(path)
-    except OSError as error:
-        _LOG.warning("the packed model could not be kept in %s: %s; the next start packs it again", path, error)
-        with contextlib.suppress(OSError):
-            partial.unlink()
+class ImageLostError(Exception):
+    """What was written of an image cannot be relied on; the model must be packed again, elsewhere."""
 
 
-def open_image(path: Path, fingerprint: str) -> NativeModel | None:
-    """Map a packed model into memory; None when there is none of this fingerprint, or a damaged one."""
-    if not path.is_file():
-        return None
-    try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise ValueError("not a packed model")
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-        if header["label"] != _label(fingerprint):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageName:
+    """Which image is meant."""
+
+    folder: Path
+    fingerprint: str
+    """Of the model and the kernels."""
+    origin: str
+    """The model's folder, and the form it is packed in: of all its images only the last one stays."""
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return self.folder / f"{self.fingerprint[:32]}{_SUFFIX}"
+
+    @property
+    def label(self) -> str:
+        """What its description must say."""
+        sizes = ":".join(str(ctypes.sizeof(kind)) for kind in (CModel, CLayer, CMlp))
+        return f"{self.fingerprint}:{sizes}:abi-{ABI_VERSION}:content-{_CONTENT}"
+
+
+@dataclass(slots=True)
+class ImageDraft:
+    """A ``TensorStore`` in a file that has no name yet."""
+
+    name: ImageName
+    partial: PartialFile
+    _entries: list[dict[str, object]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, name: ImageName, num_bytes: int) -> ImageDraft | None:
+        """A draft; None, and a line in the log, where there is no room for an image of about ``num_bytes``."""
+        try:
+            name.folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(name.folder).free
+            if free < num_bytes * _SPARE_SHARE:
+                raise OSError(f"{num_bytes / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free")
+            partial = PartialFile.beside(name.path)
+            partial.file.seek(_LINE_BYTES)
+            return cls(name, partial)
+        except OSError as error:
+            _LOG.warning("%s", _not_kept(name.path, error))
             return None
-        start, size = _first_byte(header_bytes), path.stat().st_size
-        if size != start + header["num_bytes"]:
-            raise ValueError("cut off")
-        mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
-        model, layers, mlps, *tensors = (_tensor(mapped, entry) for entry in header["entries"])
-        return NativeModel(
-            _restored(CModel, model, tensors),
-            _restored(CLayer * (layers.numel() // ctypes.sizeof(CLayer)), layers, tensors),
-            _restored(CMlp * (mlps.numel() // ctypes.sizeof(CMlp)), mlps, tensors),
-            tuple(tensors),
-        )
-    except (OSError, KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
-        _LOG.warning("%s is damaged and is made anew: %s", path, error)
+
+    def add(self, dtype: torch.dtype, shape: tuple[int, ...], blocks: Iterable[torch.Tensor]) -> int:
+        """See ``TensorStore``.
+
+        Raises:
+            ImageLostError: the file cannot be written.
+        """
+        offset = self.partial.file.tell()
+        try:
+            for block in blocks:
+                self.partial.file.write(block.flatten().view(torch.uint8).numpy().data)
+            end = self.partial.file.tell()
+            self.partial.file.write(bytes(-end % _LINE_BYTES))
+        except OSError as error:
+            raise self._lost(error) from error
+        check_filled(end - offset, dtype, shape)
+        self._entries.append({"dtype": str(dtype), "shape": list(shape), "offset": offset})
+        return len(self._entries)
+
+    def finish(self, structures: Structures) -> tuple[torch.Tensor, ...]:
+        """See ``TensorStore``.
+
+        Raises:
+            ImageLostError: the file cannot be written or mapped.
+        """
+        file = self.partial.file
+        parts = {name: getattr(structures, name).hex() for name in ("model", "layers", "mlps")}
+        about = {"label": self.name.label, "origin": self.name.origin, "tensors": self._entries, **parts}
+        described = json.dumps(about).encode()
+        try:
+            start = file.tell()
+            file.write(described)
+            file.seek(0)
+            file.write(_MAGIC + start.to_bytes(8, "little") + len(described).to_bytes(8, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+            return _mapped(file, self._entries)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error
+
+    def publish(self) -> None:
+        """Let later starts find it, and remove what it replaces; failing to is only logged: the model is fine."""
+        try:
+            self.partial.publish(self.name.path)
+        except OSError as error:
+            _LOG.warning("%s", _not_kept(self.name.path, error))
+            return
+        sweep(self.name.folder, _SUFFIX, SystemClock().time(), is_outdated=self._is_outdated)
+
+    def close(self) -> None:
+        """Remove what was written, unless it is published."""
+        self.partial.close()
+
+    def _is_outdated(self, file: BinaryIO) -> bool:
+        """An image of the same origin, with other content."""
+        try:
+            about = _description(file)
+        except (OSError, ValueError):
+            return False
+        return about.get("origin") == self.name.origin and about.get("label") != self.name.label
+
+    def _lost(self, error: Exception) -> ImageLostError:
+        return ImageLostError(_not_kept(self.name.path, error))
+
+
+def open_image(name: ImageName) -> NativeModel | None:
+    """Map a packed model into memory; None when there is none of this fingerprint, or a damaged one."""
+    try:
+        with name.path.open("rb") as file:
+            about = _description(file)
+            if about["label"] != name.label:
+                return None
+            mark_used(file)
+            tensors = _mapped(file, about["tensors"])
+            structures = Structures(*(bytes.fromhex(about[part]) for part in ("model", "layers", "mlps")))
+        return NativeModel.of(structures, tensors)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        _LOG.warning("%s is damaged and is made anew: %s", name.path, error)
         return None
 
 
-def pointer_offsets(kind: _Kind) -> Iterator[int]:
-    """Byte offsets of all pointers inside a structure or an array of structures."""
-    if issubclass(kind, ctypes.Array):
-        for index in range(kind._length_):
-            start = index * ctypes.sizeof(kind._type_)
-            yield from (start + offset for offset in pointer_offsets(kind._type_))
-        return
-    for name, field_type in kind._fields_:
-        offset = getattr(kind, name).offset
-        if issubclass(field_type, ctypes.Structure):
-            yield from (offset + inner for inner in pointer_offsets(field_type))
-        elif field_type is ctypes.c_void_p or hasattr(field_type, "contents"):
-            yield offset
-
-
-def _relocated(blob: _Kind, numbers: dict[int, int]) -> torch.Tensor:
-    """The bytes of structures, with the number of a tensor in the place of its address, 0 for any other."""
-    image = bytearray(bytes(blob))
-    for offset in pointer_offsets(type(blob)):
-        address = int.from_bytes(image[offset : offset + _WORD_BYTES], "little")
-        image[offset : offset + _WORD_BYTES] = numbers.get(address, 0).to_bytes(_WORD_BYTES, "little")
-    return torch.frombuffer(image, dtype=torch.uint8)
-
-
-def _restored(kind: _Kind, blob: torch.Tensor, tensors: list[torch.Tensor]) -> _Kind:
-    """Structures from their bytes, with addresses in the place of numbers.
+def _description(file: BinaryIO) -> dict[str, Any]:
+    """What an image says of itself.
 
     Raises:
-        ValueError: a number names no tensor, or the size is wrong.
+        ValueError: it is none, or not a whole one.
     """
-    image = bytearray(blob.numpy().tobytes())
-    if len(image) != ctypes.sizeof(kind):
-        raise ValueError(f"{kind.__name__} has {len(image)} bytes, not {ctypes.sizeof(kind)}")
-    for offset in pointer_offsets(kind):
-        number = int.from_bytes(image[offset : offset + _WORD_BYTES], "little")
-        if number > len(tensors):
-            raise ValueError(f"a pointer to tensor {number} of {len(tensors)}")
-        address = tensors[number - 1].data_ptr() if number else 0
-        image[offset : offset + _WORD_BYTES] = address.to_bytes(_WORD_BYTES, "little")
-    return kind.from_buffer_copy(image)
+    file.seek(0)
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("not a packed model of this version")
+    start, num_bytes = (int.from_bytes(file.read(8), "little") for _ in range(2))
+    if start + num_bytes != os.fstat(file.fileno()).st_size:
+        raise ValueError("cut off")
+    file.seek(start)
+    about = json.loads(file.read(num_bytes))
+    if not isinstance(about, dict):
+        raise ValueError("not a description")
+    return about
 
 
-def _tensor(mapped: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    piece = mapped[entry["offset"] : entry["offset"] + num_bytes]
-    if piece.numel() != num_bytes:
-        raise ValueError("a tensor leaves the file")
+def _mapped(file: BinaryIO, entries: Iterable[dict[str, Any]]) -> tuple[torch.Tensor, ...]:
+    """The tensors of a file. The mapping keeps a handle of the file, and with it the lock, while one of them lives.
+
+    Raises:
+        ValueError: one leaves the file.
+    """
+    whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    return tuple(_tensor(whole, entry) for entry in entries)
+
+
+def _tensor(whole: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    dtype, shape, offset = _DTYPES[entry["dtype"]], entry["shape"], entry["offset"]
+    piece = whole[offset : offset + prod(shape) * dtype.itemsize]
+    if piece.numel() != prod(shape) * dtype.itemsize or offset % _LINE_BYTES:
+        raise ValueError("a tensor leaves the file or its place")
     return piece.view(dtype).view(shape)
 
 
-def _first_byte(header_bytes: int) -> int:
-    """Where tensors begin: on a cache line after the header."""
-    return -(-(len(_MAGIC) + 8 + header_bytes) // _LINE_BYTES) * _LINE_BYTES
-
-
-def _label(fingerprint: str) -> str:
-    sizes = ":".join(str(ctypes.sizeof(kind)) for kind in (CModel, CLayer, CMlp))
-    return f"{fingerprint}:{sizes}:abi-{ABI_VERSION}:content-{_CONTENT}"
+def _not_kept(path: Path, error: Exception) -> str:
+    return f"the packed model is not kept in {path.parent}: {error}; the next start packs it again"

@@ -2,25 +2,27 @@
 
 Invariants and semantics: an outcome counts for one key: processor, kernels, torch, Kev's own files, threads, model,
 precision, backend, device and all shapes of the forward. Only outcomes in which every bit was equal are kept; a file
-that is damaged, or was made for anything else, is ignored in one line of the log. Written under another name and moved
-into place; failing to write is only logged.
+that is damaged, or was made for anything else, is ignored in one line of the log. Failing to write is only logged. When
+one is written, those that nobody used for long go, and all but the last used ones.
 
-Not here: the probe itself (``probe``), what a node promises (``node``).
+Not here: the probe itself (``probe``), what a node promises (``node``), names and ages of files (``kept_files``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 import torch
 
+from common.clock import SystemClock
+from inference_svc.kept_files import PartialFile, mark_used, sweep
 from inference_svc.kernels.library import ABI_VERSION, Library, kernels
 from inference_svc.model_loader import LoadedModel
 from inference_svc.plan import ForwardShapes
@@ -28,6 +30,7 @@ from inference_svc.plan import ForwardShapes
 _LOG = logging.getLogger("kev.probe")
 
 _VERSION = 1
+_MOST_FILES = 256
 _OWN_FILES = ("*.py", "*.so", "*.pyd")
 
 
@@ -70,6 +73,8 @@ class ProbeCache:
             passed_at = content["passed_at"]
             if isinstance(passed_at, bool) or not isinstance(passed_at, int | float) or not 0 < passed_at < 2**40:
                 raise ValueError("it has no time")
+            with self._path.open("rb") as file:
+                mark_used(file)
             return float(passed_at)
         except FileNotFoundError:
             return None
@@ -80,13 +85,13 @@ class ProbeCache:
     def keep(self, passed_at: float) -> None:
         """Remember that the probe passed."""
         content = {"version": _VERSION, "facts": self._facts, "passed": True, "passed_at": passed_at}
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(self._path)
+            with closing(PartialFile.beside(self._path)) as partial:
+                partial.file.write((json.dumps(content, indent=1) + "\n").encode())
+                partial.publish(self._path)
         except OSError as error:
             _LOG.warning("the outcome of the probe could not be kept in %s: %s", self._path, error)
+        sweep(self._path.parent, self._path.suffix, SystemClock().time(), most=_MOST_FILES)
 
     def forget(self) -> None:
         """Drop what is kept: the probe has failed since."""

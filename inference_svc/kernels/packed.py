@@ -1,8 +1,8 @@
 """Weights packed for the native kernels.
 
-Invariants and semantics: a packed weight is the only copy that the kernels need; it is made from ``[N, K]`` in blocks
-of rows, so nothing as large as the weight is held beside it. The packed bytes are the same for every variant, number of
-threads and cut into pieces. int8 keeps one scale per output (``kernels.h``).
+Invariants and semantics: a packed weight is the only copy that the kernels need. The packed bytes are the same for
+every variant, number of threads and cut into pieces: blocks of rows that are packed by themselves make, one after the
+other, the bytes of the whole. int8 keeps one scale per output (``kernels.h``).
 
 Not here: what is computed with it (``ops``, the native forward).
 """
@@ -10,17 +10,16 @@ Not here: what is computed with it (``ops``, the native forward).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from common.errors import InvariantError
-from inference_svc.file_pages import let_go
 from inference_svc.kernels.layout import CWeight, Precision
 from inference_svc.kernels.library import Library, Pool
 
-_BLOCK_ROWS = 4096
 _SOURCES = {torch.float32: Precision.F32, torch.bfloat16: Precision.BF16}
 
 
@@ -40,16 +39,10 @@ class PackedWeight:
     """int8: ``[num_outputs]`` int32, sums of the quantized rows."""
 
     @classmethod
-    def pack(
-        cls, weight: torch.Tensor, precision: Precision, library: Library, columns: torch.Tensor | None = None
-    ) -> Self:
-        """Pack ``[N, K]`` of any float dtype, its columns multiplied with ``columns`` ``[K]`` float32."""
+    def pack(cls, weight: torch.Tensor, precision: Precision, library: Library, pool: Pool | None = None) -> Self:
+        """Pack ``[N, K]`` of any float dtype, with the help of a pool's threads."""
         packed = cls.empty(weight.shape[0], weight.shape[1], precision, library)
-        with Pool(library, torch.get_num_threads()) as pool:
-            for first in range(0, packed.num_outputs, _BLOCK_ROWS):
-                rows = weight[first : first + _BLOCK_ROWS]
-                packed.fill(first, rows if columns is None else rows.detach().float() * columns, pool)
-                let_go([rows])
+        packed.fill(0, weight, pool)
         return packed
 
     @classmethod
@@ -59,9 +52,7 @@ class PackedWeight:
         Raises:
             InvariantError: no weight of this shape can be packed.
         """
-        num_bytes = library.calls.kev_packed_bytes(precision, num_outputs, width)
-        if num_bytes < 0:
-            raise InvariantError(f"a weight of {num_outputs} x {width} cannot be packed as {precision.name}")
+        num_bytes = packed_bytes(num_outputs, width, precision, library)
         data = torch.empty(num_bytes, dtype=torch.uint8)
         library.calls.kev_prefer_huge_pages(data.data_ptr(), num_bytes)
         quantized = precision is Precision.I8
@@ -135,3 +126,22 @@ class PackedWeight:
         """Bytes held."""
         parts = (self.data, self.scale, self.sums)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+
+def packed_blocks(blocks: Iterable[torch.Tensor], precision: Precision, library: Library) -> Iterator[PackedWeight]:
+    """Blocks of rows ``[n_i, K]``, each packed as it comes; all but the last have a multiple of 16 rows."""
+    with Pool(library, torch.get_num_threads()) as pool:
+        for rows in blocks:
+            yield PackedWeight.pack(rows, precision, library, pool)
+
+
+def packed_bytes(num_outputs: int, width: int, precision: Precision, library: Library) -> int:
+    """Bytes of a packed weight's data.
+
+    Raises:
+        InvariantError: no weight of this shape can be packed.
+    """
+    num_bytes: int = library.calls.kev_packed_bytes(precision, num_outputs, width)
+    if num_bytes < 0:
+        raise InvariantError(f"a weight of {num_outputs} x {width} cannot be packed as {precision.name}")
+    return num_bytes

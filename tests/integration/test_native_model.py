@@ -1,8 +1,7 @@
-"""Packed models: the check against transformers, images on disk, memory as the plan says, and fall-backs."""
+"""Packed models: the check against transformers, memory as the plan says, and fall-backs."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -11,106 +10,18 @@ import torch
 from common.errors import UnsupportedModelError
 from inference_svc import decoder as decoder_module
 from inference_svc.attention import Backend
-from inference_svc.kernels.layout import CLayer, CMlp, CModel
 from inference_svc.memory_bill import Load, memory_bill, packed_bytes
 from inference_svc.model_loader import LoadedModel, LoadSettings, load_model
 from inference_svc.native_forward import NativeForward
-from inference_svc.native_image import open_image, pointer_offsets, save_image
 from inference_svc.weight_files import read_shape, read_tensor_shapes
-from tests.integration.crowd import Ask, Crowd, prompt, run_together, same_bits
+from tests.integration.crowd import Crowd
 from tests.integration.tiny_checkpoint import save_checkpoint
-from tests.integration.tiny_models import ARCHITECTURES, MAX_CONTEXT, MIXTURES, NATIVE_FORMS, Form, form_id, model_as
-
-ASKS = [Ask(prompt(n, seed=n), max_tokens=5) for n in (3, 20, 41)]
+from tests.integration.tiny_models import ARCHITECTURES, MAX_CONTEXT, MIXTURES, NATIVE_FORMS, Form, form_id
 
 
-def _load(path: Path, precision: str, image_dir: Path | None = None, backend: Backend | None = None) -> LoadedModel:
-    settings = LoadSettings(precision=precision, max_context=MAX_CONTEXT, backend=backend, image_dir=image_dir)
+def _load(path: Path, precision: str, backend: Backend | None = None) -> LoadedModel:
+    settings = LoadSettings(precision=precision, max_context=MAX_CONTEXT, backend=backend)
     return load_model(path, settings)
-
-
-@pytest.mark.parametrize("form", NATIVE_FORMS, ids=form_id)
-@pytest.mark.parametrize("name", ["gemma3", "qwen2", "gpt_neox", "qwen3_moe"])
-def test_an_image_gives_the_same_bits(name: str, form: Form, tmp_path: Path) -> None:
-    """Saved, mapped and run: tokens and logits of the packed model in memory."""
-    model = model_as(name, form)
-    native = model.native
-    assert native is not None
-    path = tmp_path / "deep" / "model"
-    save_image(native, path, "f")
-    restored = open_image(path, "f")
-    assert restored is not None and restored.num_bytes == native.num_bytes
-    for tensor in restored.tensors:
-        assert tensor.data_ptr() % 64 == 0, "the kernels read whole cache lines"
-    again = LoadedModel(
-        module=None,
-        native=restored,
-        geometry=model.geometry,
-        precision=model.precision,
-        dtype=model.dtype,
-        device=model.device,
-        backend=model.backend,
-        vocab_size=model.vocab_size,
-        max_context=model.max_context,
-        fingerprint="f",
-    )
-    for one, other in zip(run_together(model, ASKS), run_together(again, ASKS), strict=True):
-        assert same_bits(one, other)
-    assert torch.equal(model.embedding_rows(3, 9), again.embedding_rows(3, 9))
-
-
-def test_every_pointer_of_the_structures_is_found() -> None:
-    """An image misses no pointer: as many as the headers declare."""
-    assert len(list(pointer_offsets(CMlp))) == 2 * 3 + 2
-    assert len(list(pointer_offsets(CLayer))) == 6 * 2 + 2 * 3 + 7 + 3
-    assert len(list(pointer_offsets(CModel))) == 1 + 2 * 3 + 2 + 2
-    assert len(list(pointer_offsets(CMlp * 3))) == 3 * 8
-
-
-def test_an_image_of_another_packing_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new version of the kernels would read weights in an order that they no longer have."""
-    native = model_as("llama", NATIVE_FORMS[1]).native
-    assert native is not None
-    save_image(native, tmp_path / "model", "f")
-    monkeypatch.setattr("inference_svc.native_image.ABI_VERSION", 999)
-    assert open_image(tmp_path / "model", "f") is None
-
-
-@pytest.mark.parametrize("damage", ["other", "cut", "garbage", "header", "missing"])
-def test_an_image_that_does_not_fit_is_not_used(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another fingerprint is passed over in silence, damage is told; both are made anew."""
-    native = model_as("llama", NATIVE_FORMS[1]).native
-    assert native is not None
-    path = tmp_path / "model"
-    save_image(native, path, "f")
-    content = path.read_bytes()
-    changed = {"cut": content[:-70], "garbage": b"x" * 500, "header": content[:30] + b"\xff" * 200 + content[230:]}
-    if damage == "missing":
-        path.unlink()
-    elif damage != "other":
-        path.write_bytes(changed[damage])
-    with caplog.at_level(logging.WARNING, logger="kev.model"):
-        assert open_image(path, "g" if damage == "other" else "f") is None
-    assert bool(caplog.records) is (damage not in ("other", "missing"))
-
-
-def test_a_start_writes_an_image_and_the_next_one_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second start reads no weights and answers alike; a folder that cannot be written is no error."""
-    (tmp_path / "m").mkdir()
-    save_checkpoint(tmp_path / "m", "qwen3", torch.bfloat16)
-    first = _load(tmp_path / "m", "int8", tmp_path / "images")
-    assert first.backend is Backend.NATIVE and len(list((tmp_path / "images").iterdir())) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr("inference_svc.model_loader._read_module", None)
-        second = _load(tmp_path / "m", "int8", tmp_path / "images")
-        shorter = load_model(
-            tmp_path / "m", LoadSettings(precision="int8", max_context=64, backend=None, image_dir=tmp_path / "images")
-        )
-    assert shorter.max_context == 64, "a longer table of positions serves a shorter context"
-    for one, other in zip(run_together(first, ASKS), run_together(second, ASKS), strict=True):
-        assert same_bits(one, other)
-    (tmp_path / "file").touch()
-    assert _load(tmp_path / "m", "int8", tmp_path / "file" / "below").native is not None
 
 
 def test_a_model_that_is_read_wrong_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
-from common.clock import ManualClock
+from common.clock import ManualClock, SystemClock
 from common.errors import IsolationUnavailableError
 from inference_svc import node as node_module
 from inference_svc.model_loader import LoadedModel
@@ -112,3 +113,18 @@ def test_outcomes_of_other_facts_are_not_seen(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, logger="kev.probe"):
         ProbeCache(tmp_path / "file" / "below", FACTS).keep(7.0)
     assert len(caplog.records) == 1
+
+
+def test_outcomes_are_kept_in_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last used ones stay; what was used long ago goes when something is kept."""
+    monkeypatch.setattr("inference_svc.probe_cache._MOST_FILES", 3)
+    now = SystemClock().time()
+    caches = [ProbeCache(tmp_path, FACTS | {"number": str(number)}) for number in range(5)]
+    for number, cache in enumerate(caches[:4]):
+        cache.keep(7.0)
+        os.utime(cache._path, (0, now - 1_000 + number))
+    assert caches[0].passed_at() is None, "the fourth made it go"
+    assert caches[1].passed_at() == 7.0, "which counts as use"
+    os.utime(caches[3]._path, (0, now - 31 * 86_400))
+    caches[4].keep(7.0)
+    assert [cache.passed_at() is not None for cache in caches] == [False, True, True, False, True]
