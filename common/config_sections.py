@@ -175,7 +175,7 @@ class RouterConfig(Section):
     breaker_cooldown_ms: int = Field(default=5_000, ge=0, le=86_400_000)
     """Milliseconds a channel is left alone before one question is sent there to see whether it is well."""
     hot_spot_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the latest questions from which on a bucket or channel is a hot spot (at least 1.5 even shares)."""
+    """Share of the latest questions or tokens that makes a bucket or channel a hot spot (at least 1.5 even shares)."""
     hot_spot_end_share: float = Field(default=0.2, gt=0, le=1)
     """Share under which it is one no more; below hot_spot_share."""
     hot_spot_min_questions: int = Field(default=100, ge=1, le=1_000_000_000)

@@ -9,11 +9,12 @@ Not here: implementations (``common.memory``; Redis streams in the distributed f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from common.ending import Ending
 from common.errors import InvariantError, KevError, QueueFullError
 from common.types import ChannelEvent, ChannelResult, RequestRecord, WorkItem
 
@@ -302,8 +303,8 @@ class RequestSource(Protocol):
 class OutcomeBoard(Protocol):
     """What a router asks about the questions it has published, where outcomes do not come to it by themselves."""
 
-    async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Which of these (request_id, question_index) have their outcome."""
+    async def settled(self, questions: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Ending]:
+        """Which of these (request_id, question_index) have their outcome, and how they ended."""
         ...
 
     async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -43,7 +43,7 @@ GRANTS = KeyKind(lua="GRANTS", suffix="grants:", by_settings=True)
 ORDER = KeyKind(lua="ORDER", suffix="order", ttl_ms=_DAY_MS)
 """Hash: the last publication's time (Unix ms) and number within it, from which entry ids are made."""
 QUESTIONS = KeyKind(lua="QUESTIONS", suffix="questions:", by_settings=True)
-"""Hash per request: where each question's item is, who was granted it last, its outcome."""
+"""Hash per request: where each question's item is, who was granted it last, its outcome, how it ended."""
 RESULTS = KeyKind(lua="RESULTS", suffix="results")
 """Stream: events on their way to the reader; bounded, read ones are deleted."""
 EVENTS = KeyKind(lua="EVENTS", suffix="events:", by_settings=True)

@@ -162,10 +162,10 @@ local function complete(request_id, ttl_ms)
   for _, kind in ipairs({REQUEST, QUESTIONS, EVENTS}) do redis.call('PEXPIRE', kind .. request_id, ttl_ms) end
 end
 
--- Set the outcome, the last of the events, of a question that has none, and report them.
-local function set_outcome(request_id, index, envelopes, ttl_ms)
+-- Set the outcome, the last of the events, of a question that has none, and how it ended; and report the events.
+local function set_outcome(request_id, index, envelopes, ending, ttl_ms)
   local questions, event_id = QUESTIONS .. request_id, report(request_id, envelopes, ttl_ms)
-  redis.call('HSET', questions, 'r:' .. index, envelopes[#envelopes], 'v:' .. index, event_id)
+  redis.call('HSET', questions, 'r:' .. index, envelopes[#envelopes], 'v:' .. index, event_id, 'f:' .. index, ending)
   redis.call('HDEL', questions, 'i:' .. index, 'g:' .. index)
   keep(questions, ttl_ms)
 end
@@ -179,9 +179,9 @@ local function count_outcomes(request_id, num_outcomes, ttl_ms)
 end
 
 -- Set the question's outcome, the last of the events, if it has none, and report them; false: it has one.
-local function settle(request_id, index, envelopes, ttl_ms)
+local function settle(request_id, index, envelopes, ending, ttl_ms)
   if redis.call('HEXISTS', QUESTIONS .. request_id, 'r:' .. index) == 1 then return false end
-  set_outcome(request_id, index, envelopes, ttl_ms)
+  set_outcome(request_id, index, envelopes, ending, ttl_ms)
   count_outcomes(request_id, 1, ttl_ms)
   return true
 end

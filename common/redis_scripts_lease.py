@@ -248,25 +248,26 @@ _REPORT_BODY = f"""
 local max_events, hold_ttl_ms, outcome_ttl_ms = tonumber(ARGV[1]), ARGV[2], ARGV[3]
 local num_unread, freed, num_outcomes = redis.call('XLEN', RESULTS), {{}}, {{}}
 
-local function end_question(hold, was_lost, outcome, envelopes)
+local function end_question(hold, was_lost, outcome, envelopes, ending)
   if was_lost then remove(hold.channel_id, hold.id)
   else
     delete(hold.channel_id, hold.id)
     freed[#freed + 1] = hold.channel_id .. ':' .. hold.id
   end
   if outcome then return 'already_committed' end
-  set_outcome(hold.request_id, hold.index, envelopes, outcome_ttl_ms)
+  set_outcome(hold.request_id, hold.index, envelopes, ending, outcome_ttl_ms)
   num_outcomes[hold.request_id] = (num_outcomes[hold.request_id] or 0) + 1
   return 'committed'
 end
 
-local function take_in(hold, is_end, envelopes)
+local function take_in(hold, ending, envelopes)
+  local is_end = ending ~= ''
   local holds, row, outcome = is_held(hold)
   if not holds and not (is_end and is_bereft(hold, row)) then
     if not is_end or is_live(hold.questions, hold.index) or exists(hold.work, hold.id) then return 'stale' end
     return 'already_committed'
   end
-  if is_end then return end_question(hold, not holds, outcome, envelopes) end
+  if is_end then return end_question(hold, not holds, outcome, envelopes, ending) end
   if num_unread >= max_events then return 'full' end
   report(hold.request_id, envelopes, hold_ttl_ms)
   num_unread = num_unread + #envelopes
@@ -279,7 +280,7 @@ while i <= #ARGV do
   local last = first + ARGV[first - 1] - 1
   local envelopes = {{}}
   for place = first, last do envelopes[#envelopes + 1] = ARGV[place] end
-  states[#states + 1] = take_in(hold_at(i), ARGV[first - 2] == '1', envelopes)
+  states[#states + 1] = take_in(hold_at(i), ARGV[first - 2], envelopes)
   i = last + 1
 end
 if #freed > 0 then redis.call('ZREM', LEASED, unpack(freed)) end
@@ -297,12 +298,12 @@ class HoldReport:
     hold: Hold
     envelopes: Sequence[bytes]
     """At least one."""
-    is_end: bool
-    """The last one is the question's outcome."""
+    ending: str
+    """How the question ended (``common.ending``), if the last one is its outcome; else empty."""
 
     def arguments(self) -> tuple[Argument, ...]:
         """In the order in which the script reads them."""
-        return (*self.hold.arguments(), int(self.is_end), len(self.envelopes), *self.envelopes)
+        return (*self.hold.arguments(), self.ending, len(self.envelopes), *self.envelopes)
 
 
 async def report(
@@ -314,7 +315,7 @@ async def report(
     counts. The result stream's limit does not hold outcomes back: they are bounded by what was admitted. Outcomes
     alone may be reported when the server is out of memory.
     """
-    script = _REPORT_OUTCOMES if all(report.is_end for report in reports) else _REPORT
+    script = _REPORT_OUTCOMES if all(report.ending for report in reports) else _REPORT
     arguments = [argument for report in reports for argument in report.arguments()]
     states = await runner.run(script, max_events, hold_ttl_ms, outcome_ttl_ms, *arguments)
     return [ReportState(state.decode()) for state in states]
@@ -344,12 +345,12 @@ async def hand_back(runner: ScriptRunner, holds: Sequence[Hold], ttl_ms: int) ->
 
 _DEAD_LETTER = Script.of_holder(
     """
-local reason, message, envelope, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local hold = hold_at(5)
+local reason, message, envelope, ending, ttl_ms = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local hold = hold_at(6)
 if not is_held(hold) then return 0 end
 local found = redis.call('XRANGE', hold.work, hold.id, hold.id)[1]
 set_aside(hold.work, hold.id, hold.attempt, found and found[2] or {}, reason, message)
-if envelope ~= '' then settle(hold.request_id, hold.index, {envelope}, ttl_ms) end
+if envelope ~= '' then settle(hold.request_id, hold.index, {envelope}, ending, ttl_ms) end
 remove(hold.channel_id, hold.id)
 return 1
 """,
@@ -358,13 +359,13 @@ return 1
 
 
 async def dead_letter(
-    runner: ScriptRunner, hold: Hold, *, reason: str, message: str, envelope: bytes, ttl_ms: int
+    runner: ScriptRunner, hold: Hold, *, reason: str, message: str, envelope: bytes, ending: str, ttl_ms: int
 ) -> bool:
     """Copy a held entry to the dead letters as it is, set and report its error outcome, remove it.
 
     An empty ``envelope`` reports nothing: the entry does not say whose it was.
     """
-    return bool(await runner.run(_DEAD_LETTER, reason, message, envelope, ttl_ms, *hold.arguments()))
+    return bool(await runner.run(_DEAD_LETTER, reason, message, envelope, ending, ttl_ms, *hold.arguments()))
 
 
 _NOTICES = Script.of(

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.ending import Ending
 from common.errors import InvariantError
 from common.redis_keys import HEAD_START_MS, HEAD_STARTS
 from common.redis_scripts import Argument, Script, ScriptRunner
+from common.types import FinishReason
 
 APPEND = """
 local max_entries, max_bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -45,7 +47,7 @@ local function append(channel_id, request_id, index, digest, head_start, envelop
   local id = ms .. '-' .. whole((FIRST_NUMBER + number) * HEAD_STARTS + HEAD_STARTS / 2 + head_start)
   redis.call('XADD', work, id, 'r', request_id, 'i', index, 'e', envelope)
   if outcome or event_id or marks[5] or marks[6] then
-    redis.call('HDEL', questions, 'r:' .. index, 'v:' .. index, 'g:' .. index, 'w:' .. index)
+    redis.call('HDEL', questions, 'r:' .. index, 'v:' .. index, 'f:' .. index, 'g:' .. index, 'w:' .. index)
   end
   redis.call('HSET', questions, 'i:' .. index, channel_id .. ':' .. id, 'd:' .. index, digest)
   keep(questions, ttl_ms)
@@ -211,19 +213,24 @@ async def lost(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> li
 
 
 _SETTLED = Script.of(
+    f"local WITHDRAWN = '{Ending(FinishReason.CANCELLED).mark}'"
     """
 local settled, first = {}, 1
 while first <= #ARGV do
   -- Questions of one request that follow each other are looked up together.
   local names, last = {}, first
-  while ARGV[last] == ARGV[first] and #names < 1000 do
+  while ARGV[last] == ARGV[first] and #names < 999 do
     names[#names + 1] = 'r:' .. ARGV[last + 1]
     names[#names + 1] = 'w:' .. ARGV[last + 1]
+    names[#names + 1] = 'f:' .. ARGV[last + 1]
     last = last + 2
   end
   local marks = redis.call('HMGET', QUESTIONS .. ARGV[first], unpack(names))
-  for i = 1, #marks, 2 do
-    if marks[i] or marks[i + 1] then settled[#settled + 1] = (first + i) / 2 - 1 end
+  for i = 1, #marks, 3 do
+    if marks[i] or marks[i + 1] then
+      settled[#settled + 1] = (first - 1) / 2 + (i - 1) / 3
+      settled[#settled + 1] = marks[i] and (marks[i + 2] or '') or WITHDRAWN
+    end
   end
   first = last
 end
@@ -233,7 +240,9 @@ return settled
 )
 
 
-async def settled(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Which of the questions have an outcome or were withdrawn."""
+async def settled(runner: ScriptRunner, questions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Ending]:
+    """Which of the questions have an outcome or were withdrawn, and how they ended."""
     arguments = [part for key in questions for part in key]
-    return [questions[place] for place in await runner.run(_SETTLED, *arguments)]
+    found = await runner.run(_SETTLED, *arguments)
+    marks = (mark.decode(errors="replace") for mark in found[1::2])
+    return {questions[place]: Ending.read(mark) for place, mark in zip(found[::2], marks, strict=True)}

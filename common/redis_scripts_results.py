@@ -116,12 +116,12 @@ _SETTLE = Script.of(
 local request_id, ttl_ms = ARGV[1], ARGV[2]
 local questions = QUESTIONS .. request_id
 local settled = {}
-for i = 3, #ARGV, 2 do
-  local index, envelope = ARGV[i], ARGV[i + 1]
+for i = 3, #ARGV, 3 do
+  local index, envelope, ending = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local outcome = redis.call('HGET', questions, 'r:' .. index)
   if not outcome then
     withdraw_item(request_id, index)
-    settle(request_id, index, {envelope}, ttl_ms)
+    settle(request_id, index, {envelope}, ending, ttl_ms)
   end
   if not outcome or outcome == envelope then settled[#settled + 1] = tonumber(index) end
 end
@@ -132,9 +132,9 @@ return settled
 
 
 async def settle(
-    runner: ScriptRunner, request_id: str, outcomes: Sequence[tuple[int, bytes]], ttl_ms: int
+    runner: ScriptRunner, request_id: str, outcomes: Sequence[tuple[int, bytes, str]], ttl_ms: int
 ) -> list[int]:
-    """Set the outcomes (question index, envelope) of questions that have none, and withdraw their items.
+    """Set the outcomes (question index, envelope, ending) of questions that have none, and withdraw their items.
 
     Returns the indexes of those for which these very outcomes stand.
     """

@@ -19,6 +19,7 @@ from functools import lru_cache
 from common import redis_scripts_registry as registry_scripts
 from common import redis_scripts_results as scripts
 from common.codec import open_envelope, seal
+from common.ending import Ending
 from common.errors import InvalidRequestError, StoreUnavailableError
 from common.outage_log import OutageLog
 from common.ports import PastEvent, RegisteredRequest, Withdrawn
@@ -100,7 +101,7 @@ class RedisSource:
         """
         if not outcomes:
             return []
-        envelopes = [(outcome.question_index, seal(outcome)) for outcome in outcomes]
+        envelopes = [(outcome.question_index, seal(outcome), Ending.of(outcome).mark) for outcome in outcomes]
         return await self._link.unbroken(
             scripts.settle(self._link, outcomes[0].request_id, envelopes, self._settings.retention_ms)
         )

@@ -24,6 +24,7 @@ from typing import TypeVar
 from common import redis_scripts_lease as lease_scripts
 from common import redis_scripts_publish as publish_scripts
 from common.codec import open_envelope, seal, seal_item
+from common.ending import Ending
 from common.errors import InvalidRequestError, KevError, QueueFullError
 from common.ports import Clock, Lease, Report, ReportState
 from common.redis_keys import MAX_NOTICES, NOTICES, WORK_BELL
@@ -135,9 +136,9 @@ class RedisTransport:
         """Those with neither an item nor an outcome; see ``common.ports.WorkStreams``."""
         return await self._link.unbroken(publish_scripts.lost(self._link, questions)) if questions else []
 
-    async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    async def settled(self, questions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Ending]:
         """Those with an outcome, and those that were withdrawn; see ``common.ports.OutcomeBoard``."""
-        return await self._link.unbroken(publish_scripts.settled(self._link, questions)) if questions else []
+        return await self._link.unbroken(publish_scripts.settled(self._link, questions)) if questions else {}
 
     # ---- node's side
 
@@ -314,7 +315,7 @@ class RedisTransport:
         return lease_scripts.HoldReport(
             hold=self._hold_of(report.lease),
             envelopes=[seal(event, report.lease.trace) for event in report.events],
-            is_end=report.outcome is not None,
+            ending="" if report.outcome is None else Ending.of(report.outcome).mark,
         )
 
     async def _report(self, reports: Sequence[lease_scripts.HoldReport]) -> list[ReportState]:
@@ -329,9 +330,9 @@ class RedisTransport:
         try:
             return await send(reports)
         except StoreFullError:
-            ends = [report for report in reports if report.is_end]
+            ends = [report for report in reports if report.ending]
             states = iter(await send(ends) if ends else ())
-            return [next(states) if report.is_end else ReportState.FULL for report in reports]
+            return [next(states) if report.ending else ReportState.FULL for report in reports]
 
     def _let_go(self, leases: Sequence[Lease]) -> None:
         """Forget leases; their channels may have something else for this process."""

@@ -16,6 +16,7 @@ import random
 from common import redis_scripts_lease as lease_scripts
 from common import redis_scripts_upkeep as scripts
 from common.codec import seal
+from common.ending import Ending
 from common.errors import InvariantError, KevError, StoreUnavailableError
 from common.outage_log import OutageLog
 from common.ports import Clock
@@ -126,6 +127,7 @@ class RedisUpkeep:
             reason=error.reason,
             message=error.message,
             envelope=envelope,
+            ending=Ending(FinishReason.ERROR, error.reason).mark,
             ttl_ms=self._settings.retention_ms,
         )
 

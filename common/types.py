@@ -535,8 +535,12 @@ class ChannelSnapshot:
     """For how long the oldest question has been on the channel; 0 without one."""
     num_recent: int = 0
     """Questions placed on the channel in the window of ``RouterStats``."""
+    num_recent_tokens: int = 0
+    """Of these questions: prompts and ``max_tokens``."""
     num_recent_failures: int = 0
     """Questions of the channel that failed in the breaker's window."""
+    main_failure: str = ""
+    """The most frequent kind among them: the reason of an error, or of a time-out; empty without one."""
 
 
 class HotSpotKind(StrEnum):
@@ -544,6 +548,14 @@ class HotSpotKind(StrEnum):
 
     BUCKET = "bucket"
     CHANNEL = "channel"
+
+
+class HeatUnit(StrEnum):
+    """What was counted to find it hot."""
+
+    QUESTIONS = "questions"
+    TOKENS = "tokens"
+    """Of prompts and what answers may have: the load that long questions are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -557,6 +569,12 @@ class HotSpot:
     """In the window."""
     share: float
     """Of all questions in the window, 0 to 1."""
+    num_tokens: int = 0
+    """Of these questions: prompts and ``max_tokens``."""
+    token_share: float = 0.0
+    """Of all tokens in the window, 0 to 1."""
+    hot_by: HeatUnit = HeatUnit.QUESTIONS
+    """Which of the two shares makes it hot; questions if both do."""
     remedy: str
     """What an operator can do, in words."""
     strategy: Strategy | None = None
@@ -567,11 +585,12 @@ class HotSpot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHeat:
-    """How many of the latest questions were in one bucket."""
+    """How many of the latest questions, and of their tokens, were in one bucket."""
 
     strategy: Strategy
     hash_bucket: int
     num_questions: int
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -593,12 +612,14 @@ class RouterStats:
     """Length of the window that the following are about."""
     num_recent: int = 0
     """Questions accepted in the window."""
+    num_recent_tokens: int = 0
+    """Of these questions: prompts and ``max_tokens``."""
     bucket_heat: tuple[BucketHeat, ...] = ()
-    """The buckets with the most questions in the window, hottest first."""
+    """The buckets with the largest share of the window's questions or of its tokens, hottest first."""
     hot_spots: tuple[HotSpot, ...] = ()
     """Buckets and channels with far more than their share of the window."""
     releases_per_s: float | None = None
-    """Pace at which channels give places back while there is work; None: not known yet."""
+    """Pace at which channels give places back while every one of them has work; None: not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

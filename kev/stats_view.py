@@ -18,14 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import KevError
-from common.types import BreakerState, ChannelSnapshot, HotSpot, HotSpotKind, RouterStats
+from common.types import BreakerState, ChannelSnapshot, Diversion, HeatUnit, HotSpot, HotSpotKind, RouterStats
 from kev.gateway.encoding import encode
 from kev.live_table import printable
 from kev.stats import Picture
 
 _MAX_CHANNELS = 32
 _MAX_BUCKETS = 8
-_BAR = 12
+_BAR = 9
 _STYLES = {BreakerState.OPEN: "red", BreakerState.HALF_OPEN: "yellow"}
 
 
@@ -96,11 +96,11 @@ def _totals(picture: Picture) -> Text:
 
 def _channels(channels: list[ChannelSnapshot]) -> Table:
     table = Table(title=f"{len(channels)} channels", title_justify="left", expand=False)
-    table.add_column("channel", justify="right")
+    table.add_column("channel", justify="right", min_width=5)
     table.add_column("questions", no_wrap=True)
     for name in ("oldest", "lately", "diverted"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("breaker", no_wrap=True)
+    table.add_column("breaker", min_width=23)
     fullest = sorted(channels, key=lambda channel: (-channel.num_queued, -channel.num_recent, channel.channel_id))
     shown = sorted(fullest[:_MAX_CHANNELS], key=lambda channel: channel.channel_id)
     most = max((channel.num_queued for channel in channels), default=0)
@@ -120,18 +120,25 @@ def _channels(channels: list[ChannelSnapshot]) -> Table:
 
 def _breaker(channel: ChannelSnapshot) -> str:
     state = channel.breaker.value.replace("_", "-")
-    return state if channel.breaker_why is None else f"{state}: {channel.breaker_why.value.replace('_', ' ')}"
+    if channel.breaker_why is None:
+        return state
+    kind = f" ({channel.main_failure})" if channel.breaker_why is Diversion.FAILURES and channel.main_failure else ""
+    return printable(f"{state}: {channel.breaker_why.value.replace('_', ' ')}{kind}")
 
 
 def _heat(router: RouterStats) -> Table:
-    window = f"{router.num_recent} questions in the last {router.window_ms / 1000:g} s"
+    window = (
+        f"{router.num_recent} questions in the last {router.window_ms / 1000:g} s, {router.num_recent_tokens} tokens"
+    )
     table = Table(title=f"Hash buckets, {window}", title_justify="left", expand=False)
     table.add_column("strategy")
     table.add_column("bucket", justify="right")
-    table.add_column("share", no_wrap=True)
+    table.add_column("of questions", no_wrap=True)
+    table.add_column("of tokens", no_wrap=True)
     for heat in router.bucket_heat[:_MAX_BUCKETS]:
-        share = heat.num_questions / max(router.num_recent, 1)
-        table.add_row(heat.strategy.value, str(heat.hash_bucket), f"{_bar(share, 1.0, label=f'{share:.0%}')}")
+        shares = heat.num_questions / max(router.num_recent, 1), heat.num_tokens / max(router.num_recent_tokens, 1)
+        bars = (_bar(share, 1.0, label=f"{share:.0%}") for share in shares)
+        table.add_row(heat.strategy.value, str(heat.hash_bucket), *bars)
     return table
 
 
@@ -139,7 +146,10 @@ def _hot_spot(spot: HotSpot, router: RouterStats) -> Text:
     what = f"channel {spot.channel_id}"
     if spot.kind is HotSpotKind.BUCKET:
         what = f"bucket {spot.hash_bucket} of {spot.strategy} (channel {spot.channel_id})"
-    told = f"hot spot: {what} has {spot.share:.0%} of the last {router.window_ms / 1000:g} s; {spot.remedy}"
+    share = f"{spot.share:.0%} of the questions"
+    if spot.hot_by is HeatUnit.TOKENS:
+        share = f"{spot.token_share:.0%} of the tokens, in {spot.share:.0%} of the questions,"
+    told = f"hot spot: {what} has {share} of the last {router.window_ms / 1000:g} s; {spot.remedy}"
     return Text(printable(told), style="red")
 
 

@@ -63,7 +63,8 @@ class Breaker:
         self.why: Diversion | None = None
         """What opened it; None while closed."""
         self._until_s = 0.0
-        self._outcomes: SlidingCounts[bool] = SlidingCounts(rules.window_s)
+        self._outcomes: SlidingCounts[str] = SlidingCounts(rules.window_s)
+        """By kind of failure; empty is success."""
         self._probes = 0
         self._probe: int | None = None
 
@@ -75,7 +76,12 @@ class Breaker:
     @property
     def num_failed(self) -> int:
         """Failures in the window, as of the latest time told."""
-        return self._outcomes.count(True)
+        return self._outcomes.total - self._outcomes.count("")
+
+    @property
+    def main_failure(self) -> str:
+        """The most frequent kind of failure in the window; empty without one."""
+        return next((kind for kind, _ in self._outcomes.most_common(2) if kind), "")
 
     def look(self, now_s: float, oldest_s: float | None) -> None:
         """Take note of the time.
@@ -99,9 +105,10 @@ class Breaker:
         self._probe = self._probes
         return self._probe
 
-    def end(self, now_s: float, *, failed: bool, probe: int | None) -> None:
-        """A question of the channel has its outcome."""
-        self._outcomes.add(failed, now_s)
+    def end(self, now_s: float, *, failure: str, probe: int | None) -> None:
+        """A question of the channel has its outcome; ``failure`` is of what kind it is, empty for a success."""
+        self._outcomes.add(failure, now_s)
+        failed = bool(failure)
         if probe is not None and probe == self._probe:
             if failed:
                 self._open(now_s, Diversion.FAILURES)
@@ -119,7 +126,7 @@ class Breaker:
         rules, outcomes = self._rules, self._outcomes
         if not rules.failure_rate or outcomes.total < rules.min_outcomes:
             return False
-        return outcomes.count(True) >= rules.failure_rate * outcomes.total
+        return self.num_failed >= rules.failure_rate * outcomes.total
 
     def _open(self, now_s: float, why: Diversion) -> None:
         self.state, self.why = BreakerState.OPEN, why

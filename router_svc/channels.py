@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from common.errors import InvariantError
 from common.types import ChannelSnapshot
 from router_svc.breakers import BreakerRules
-from router_svc.occupancy import Burden, Limits, Occupancy, Place, Placement
+from router_svc.occupancy import Burden, Limits, Occupancy, Place, Placement, Recent
 from router_svc.overflow import OverflowQueue
 from router_svc.service_rate import Pace
 from router_svc.strategies import Pick
@@ -161,15 +161,15 @@ class ChannelPool(Generic[QuestionT]):
             self._waiting.serve(try_place)
         return moved
 
-    def note_outcome(self, question: QuestionT, *, failed: bool | None) -> None:
-        """Say how a placed question ended, before it is released; None: that says nothing about its channel.
+    def note_outcome(self, question: QuestionT, *, failure: str | None) -> None:
+        """Say how a placed question ended, before it is released: a kind of failure, or empty for a success.
 
-        Without it an outcome after the end of the time budget is a failure, and any other a success. A question that
-        is on no channel is none of the breaker's business.
+        None: its outcome says nothing about its channel. Without this call an outcome after the end of the time budget
+        is a failure, and any other a success. A question that is on no channel is none of the breaker's business.
         """
         place = self._placed.get(question)
         if place is not None:
-            place.failed, place.says_nothing = failed, failed is None
+            place.failure, place.says_nothing = failure, failure is None
 
     def release(self, question: QuestionT, now_s: float) -> None:
         """Take a question off its channel because it has its outcome.
@@ -210,8 +210,8 @@ class ChannelPool(Generic[QuestionT]):
         """Pace at which places become free while every channel has work; None: not known yet."""
         return self._pace.per_s(self._now_s if now_s is None else now_s)
 
-    def recent(self, now_s: float | None = None) -> list[int]:
-        """Questions placed on each channel in the window, index = channel id."""
+    def recent(self, now_s: float | None = None) -> list[Recent]:
+        """What was placed on each channel in the window, index = channel id."""
         return self._channels.recent(self._now_s if now_s is None else now_s)
 
     def snapshots(self, now_s: float | None = None) -> list[ChannelSnapshot]:

@@ -1,10 +1,12 @@
 """Where the latest questions crowd: which bucket or channel has far more than its share, and what to do about it.
 
 Invariants and semantics: a bucket is told by its strategy and its hash, and its share is that of all questions of the
-window, because that is what loads its channel. It becomes a hot spot at ``hot_spot_share``, but never below 1.5 times
-the even share of a channel, nor before ``hot_spot_min_questions`` are in the window; it is one until it falls below
-``hot_spot_end_share``, raised in proportion. A channel is one by the same rules, unless a hot bucket explains it. With
-a single channel nothing can be hot. Memory is bounded, see ``windows``.
+window, or of all their tokens (prompts and ``max_tokens``), because that is what loads its channel: a few long
+questions hold it for as long as many short ones. It becomes a hot spot when either share is ``hot_spot_share``, but
+never below 1.5 times the even share of a channel, nor before ``hot_spot_min_questions`` are in the window; it is one
+until both fall below ``hot_spot_end_share``, raised in proportion. Tokens alone make one only of a twentieth of
+``hot_spot_min_questions`` questions, and of two at least: a single giant is no crowd. A channel is one by the same
+rules, unless a hot bucket explains it. With a single channel nothing can be hot. Memory is bounded, see ``windows``.
 
 Strategies without a hash of their own (their bucket is the channel) have no hot buckets, only hot channels.
 
@@ -20,14 +22,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.types import BucketHeat, HotSpot, HotSpotKind, Strategy
+from common.types import BucketHeat, HeatUnit, HotSpot, HotSpotKind, Strategy
+from router_svc.occupancy import Recent
 from router_svc.windows import SlidingCounts
 
 if TYPE_CHECKING:
     from router_svc.settings import RouterSettings
 
 _MIN_EVEN_SHARES = 1.5
+_MIN_LONG_SHARE = 20
+"""One in so many of ``hot_spot_min_questions`` are few, but a crowd if they are long."""
 _WITHOUT_BUCKETS = frozenset({Strategy.ROUND_ROBIN, Strategy.LENGTH_AWARE})
+
+_FOR_LONG_ONES = (
+    "its questions are long: take router.strategy length_aware, which gives long questions channels of their own"
+)
+_BOUND = "or lower max_tokens, or bound router.max_question_tokens"
 
 _Bucket = tuple[Strategy, int]
 _Spot = tuple[Strategy, int] | int
@@ -50,93 +60,130 @@ class HotSpots:
         floor = _MIN_EVEN_SHARES / settings.channel_pool_size
         self._begin_share = min(1.0, max(settings.hot_spot_share, floor))
         self._end_share = self._begin_share * settings.hot_spot_end_share / settings.hot_spot_share
-        self._buckets: SlidingCounts[_Bucket] = SlidingCounts(settings.hot_spot_window_ms / 1000)
+        self._min_long = max(2, settings.hot_spot_min_questions // _MIN_LONG_SHARE)
+        self._questions: SlidingCounts[_Bucket] = SlidingCounts(settings.hot_spot_window_ms / 1000)
+        self._tokens: SlidingCounts[_Bucket] = SlidingCounts(settings.hot_spot_window_ms / 1000)
         self._homes: dict[_Bucket, int] = {}
         """Channel of every bucket that has enough of the window to be hot, or to stay so."""
         self._known: dict[_Spot, HotSpot] = {}
 
     @property
-    def num_recent(self) -> int:
-        """Questions in the window."""
-        return self._buckets.total
+    def recent(self) -> Recent:
+        """What is in the window."""
+        return Recent(self._questions.total, self._tokens.total)
 
     @property
     def spots(self) -> tuple[HotSpot, ...]:
         """The hot spots as of the latest look, the largest share first."""
-        return tuple(sorted(self._known.values(), key=lambda spot: spot.share, reverse=True))
+        return tuple(sorted(self._known.values(), key=lambda spot: max(spot.share, spot.token_share), reverse=True))
 
-    def note(self, strategy: Strategy, bucket: int, channel_id: int, now_s: float) -> bool:
+    def note(self, strategy: Strategy, bucket: int, channel_id: int, num_tokens: int, now_s: float) -> bool:
         """A question was accepted; ``channel_id`` is what the strategy picked. True: it is time for a ``look``."""
         key = (strategy, bucket)
-        count = self._buckets.add(key, now_s)
-        if strategy in _WITHOUT_BUCKETS or count < self._end_share * self._buckets.total:
+        mine = Recent(self._questions.add(key, now_s), self._tokens.add(key, now_s, max(1, num_tokens)))
+        if strategy in _WITHOUT_BUCKETS or max(_shares(mine, self.recent)) < self._end_share:
             return False
         self._homes[key] = channel_id
-        return key not in self._known and self._is_hot(count, self._begin_share, self._buckets.total)
+        return key not in self._known and self._hot_by(mine, self.recent, self._begin_share) is not None
 
     def heat(self, number: int) -> tuple[BucketHeat, ...]:
-        """The buckets with the most questions in the window, hottest first."""
+        """The buckets with the largest share of the window's questions or of its tokens, hottest first."""
+        largest = dict([*self._questions.most_common(number), *self._tokens.most_common(number)])
+        ordered = sorted(largest, key=lambda key: max(_shares(self._of(key), self.recent)), reverse=True)
         return tuple(
-            BucketHeat(strategy=strategy, hash_bucket=bucket, num_questions=count)
-            for (strategy, bucket), count in self._buckets.most_common(number)
+            BucketHeat(
+                strategy=key[0],
+                hash_bucket=key[1],
+                num_questions=self._of(key).num_questions,
+                num_tokens=self._of(key).num_tokens,
+            )
+            for key in ordered[:number]
         )
 
-    def look(self, now_s: float, recent: Sequence[int]) -> list[Change]:
+    def look(self, now_s: float, recent: Sequence[Recent]) -> list[Change]:
         """Find what is hot now.
 
         Args:
             now_s: seconds of a clock that never runs backwards.
-            recent: questions placed on each channel in the same window, index = channel id.
+            recent: what was placed on each channel in the same window, index = channel id.
 
         Returns:
             What has begun or ended since the last look.
         """
-        self._buckets.move_to(now_s)
+        self._questions.move_to(now_s)
+        self._tokens.move_to(now_s)
         found: dict[_Spot, HotSpot] = {key: spot for key in self._homes if (spot := self._bucket_spot(key)) is not None}
-        explained, total = {spot.channel_id for spot in found.values()}, sum(recent)
-        for channel_id, count in enumerate(recent):
-            spot = None if channel_id in explained else self._channel_spot(channel_id, count, total)
+        explained = {spot.channel_id for spot in found.values()}
+        total = Recent(sum(each.num_questions for each in recent), sum(each.num_tokens for each in recent))
+        for channel_id, mine in enumerate(recent):
+            spot = None if channel_id in explained else self._channel_spot(channel_id, mine, total)
             if spot is not None:
                 found[channel_id] = spot
         before, self._known = self._known, found
-        enough = self._end_share * self._buckets.total
-        self._homes = {key: home for key, home in self._homes.items() if self._buckets.count(key) >= enough}
+        self._homes = {
+            key: home
+            for key, home in self._homes.items()
+            if max(_shares(self._of(key), self.recent)) >= self._end_share
+        }
         return [
             *(Change(spot=spot, begins=False) for key, spot in before.items() if key not in found),
             *(Change(spot=spot, begins=True) for key, spot in found.items() if key not in before),
         ]
 
-    def _is_hot(self, count: int, share: float, total: int) -> bool:
+    def _of(self, key: _Bucket) -> Recent:
+        return Recent(self._questions.count(key), self._tokens.count(key))
+
+    def _hot_by(self, mine: Recent, total: Recent, share: float) -> HeatUnit | None:
+        """What makes this share of the window a hot spot; None: nothing does."""
         settings = self._settings
-        is_enough = total >= settings.hot_spot_min_questions and settings.channel_pool_size > 1
-        return is_enough and count >= share * total
+        if total.num_questions < settings.hot_spot_min_questions or settings.channel_pool_size == 1:
+            return None
+        of_questions, of_tokens = _shares(mine, total)
+        if of_questions >= share:
+            return HeatUnit.QUESTIONS
+        return HeatUnit.TOKENS if of_tokens >= share and mine.num_questions >= self._min_long else None
 
     def _bucket_spot(self, key: _Bucket) -> HotSpot | None:
-        count, total = self._buckets.count(key), self._buckets.total
-        if not self._is_hot(count, self._end_share if key in self._known else self._begin_share, total):
+        share = self._end_share if key in self._known else self._begin_share
+        mine, total, (strategy, bucket) = self._of(key), self.recent, key
+        hot_by = self._hot_by(mine, total, share)
+        if hot_by is None:
             return None
-        strategy, bucket = key
+        of_questions, of_tokens = _shares(mine, total)
         return HotSpot(
             kind=HotSpotKind.BUCKET,
             channel_id=self._homes[key],
-            num_questions=count,
-            share=count / total,
-            remedy=_remedy(strategy, self._settings),
+            num_questions=mine.num_questions,
+            share=of_questions,
+            num_tokens=mine.num_tokens,
+            token_share=of_tokens,
+            hot_by=hot_by,
+            remedy=_remedy(strategy, hot_by, self._settings),
             strategy=strategy,
             hash_bucket=bucket,
         )
 
-    def _channel_spot(self, channel_id: int, count: int, total: int) -> HotSpot | None:
+    def _channel_spot(self, channel_id: int, mine: Recent, total: Recent) -> HotSpot | None:
         share = self._end_share if channel_id in self._known else self._begin_share
-        if not self._is_hot(count, share, total):
+        hot_by = self._hot_by(mine, total, share)
+        if hot_by is None:
             return None
+        of_questions, of_tokens = _shares(mine, total)
         return HotSpot(
             kind=HotSpotKind.CHANNEL,
             channel_id=channel_id,
-            num_questions=count,
-            share=count / total,
-            remedy=_channel_remedy(self._settings),
+            num_questions=mine.num_questions,
+            share=of_questions,
+            num_tokens=mine.num_tokens,
+            token_share=of_tokens,
+            hot_by=hot_by,
+            remedy=_channel_remedy(hot_by, self._settings),
         )
+
+
+def _shares(mine: Recent, total: Recent) -> tuple[float, float]:
+    """Of the questions and of their tokens."""
+    return mine.num_questions / max(1, total.num_questions), mine.num_tokens / max(1, total.num_tokens)
 
 
 def in_words(spot: HotSpot) -> str:
@@ -144,11 +191,17 @@ def in_words(spot: HotSpot) -> str:
     what = f"channel {spot.channel_id}"
     if spot.kind is HotSpotKind.BUCKET:
         what = f"hash bucket {spot.hash_bucket} of {spot.strategy} (channel {spot.channel_id})"
+    if spot.hot_by is HeatUnit.TOKENS:
+        return f"{what} has {spot.token_share:.0%} of the latest tokens in {spot.share:.0%} of the questions"
     return f"{what} has {spot.share:.0%} of the latest questions ({spot.num_questions})"
 
 
-def _remedy(strategy: Strategy, settings: RouterSettings) -> str:
-    if strategy is Strategy.CONSISTENT_HASH:
+def _remedy(strategy: Strategy, hot_by: HeatUnit, settings: RouterSettings) -> str:
+    if hot_by is HeatUnit.TOKENS:
+        ways = [_FOR_LONG_ONES, _BOUND]
+        if strategy is Strategy.PREBUCKET:
+            ways = ["its questions are long: give their class more channels (router.prebucket_classes)", _BOUND]
+    elif strategy is Strategy.CONSISTENT_HASH:
         ways = [
             f"one text is asked again and again: lower router.load_bound (now {settings.load_bound:g}) to spread it "
             "sooner, or take router.strategy round_robin"
@@ -168,7 +221,10 @@ def _remedy(strategy: Strategy, settings: RouterSettings) -> str:
     return "; ".join([*ways, *_breaker_hint(settings)])
 
 
-def _channel_remedy(settings: RouterSettings) -> str:
+def _channel_remedy(hot_by: HeatUnit, settings: RouterSettings) -> str:
+    if hot_by is HeatUnit.TOKENS:
+        ways = [_FOR_LONG_ONES, "with length_aware other router.length_tiers", _BOUND]
+        return "; ".join([*ways, *_breaker_hint(settings)])
     ways = [
         "look at bucket_heat for what goes there; take router.strategy round_robin or consistent_hash, "
         "with length_aware other router.length_tiers"

@@ -9,9 +9,10 @@ Not here: names and meanings (``common.metrics.catalogue``), calls of the servic
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from common.ending import Ending
 from common.errors import KevError
 from common.metrics import catalogue as names
 from common.metrics.port import MAX_CHANNEL_LABELS, Reading, Recorder, by_channel
@@ -132,8 +133,8 @@ class WatchedBoard:
         self._board = board
         self._recorder = recorder
 
-    async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Which of these have their outcome."""
+    async def settled(self, questions: Sequence[tuple[str, int]]) -> Mapping[tuple[str, int], Ending]:
+        """Which of these have their outcome, and how they ended."""
         return await self._board.settled(questions)
 
     async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -159,9 +160,9 @@ def readings(router: Router) -> Iterable[Reading]:
     yield from by_channel(names.BREAKER_STATE, map(_lasting_state, channels[:MAX_CHANNEL_LABELS]))
     for kind in HotSpotKind:
         yield Reading(names.HOT_SPOTS, sum(spot.kind is kind for spot in stats.hot_spots), (kind.value,))
-    for rank in range(_MAX_RANKS):
-        count = stats.bucket_heat[rank].num_questions if rank < len(stats.bucket_heat) else 0
-        yield Reading(names.HEAT_SHARE, count / max(stats.num_recent, 1), (str(rank + 1),))
+    counts = sorted((heat.num_questions for heat in stats.bucket_heat), reverse=True)
+    for rank, count in enumerate([*counts, *[0] * _MAX_RANKS][:_MAX_RANKS], 1):
+        yield Reading(names.HEAT_SHARE, count / max(stats.num_recent, 1), (str(rank),))
 
 
 def _lasting_state(channel: ChannelSnapshot) -> int:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from common.errors import InvariantError
 from common.types import BreakerState, ChannelSnapshot, Diversion
@@ -32,6 +32,9 @@ from router_svc.windows import SlidingCounts
 
 _LOOK_INTERVAL_S = 0.25
 """How often all breakers are told the time; questions come far more often."""
+
+LATE = "late"
+"""Failure of a question whose outcome, of which nothing else is known, came when its time was up."""
 
 _MIN_RECENT = 4
 """Questions a channel, on average, from which on shares mean something."""
@@ -58,10 +61,20 @@ class Burden:
     """What a question means to the channel that has it."""
 
     num_bytes: int = 0
+    num_tokens: int = 1
+    """Of prompt and answer, at least 1."""
     expires_at_s: float | None = None
     """When its time budget ends; an outcome from then on is a failure. None: never."""
     head_start_s: float = 0.0
     """How much earlier than it came it stands in the overflow queue; later, if negative."""
+
+
+class Recent(NamedTuple):
+    """What came in the window."""
+
+    num_questions: int
+    num_tokens: int
+    """Of these questions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +100,8 @@ class Place:
     """None: at a time that nobody told."""
     probe: int | None
     """Its number, if it is the probe of a half-open breaker."""
-    failed: bool | None = None
-    """What was said of its outcome; None: nothing."""
+    failure: str | None = None
+    """The kind of its failure, as it was said, or empty for a success; None: nothing was said."""
     says_nothing: bool = False
     """Its outcome says nothing about the channel: cancelled."""
 
@@ -107,6 +120,7 @@ class Occupancy(Generic[QuestionT]):
         self._num_placed = [0] * num_channels
         self._num_diverted = [0] * num_channels
         self._recent: SlidingCounts[int] = SlidingCounts(recent_s)
+        self._recent_tokens: SlidingCounts[int] = SlidingCounts(recent_s)
         self._limits = limits
         self._breakers = [Breaker(rules) for _ in range(num_channels)]
         self._has_breakers = rules.can_open and limits.queue_length > 0
@@ -146,6 +160,7 @@ class Occupancy(Generic[QuestionT]):
             self._num_diverted[placement.diverted_from] += 1
         if now_s is not None:
             self._recent.add(channel_id, now_s)
+            self._recent_tokens.add(channel_id, now_s, burden.num_tokens)
         self._bytes[channel_id] += burden.num_bytes
         if max_bytes is not None and self._bytes[channel_id] >= max_bytes:
             self._all_take = False
@@ -168,8 +183,10 @@ class Occupancy(Generic[QuestionT]):
             breaker.forget(place.probe)
             return
         is_late = expires_at_s is not None and now_s >= expires_at_s
-        before = breaker.state
-        breaker.end(now_s, failed=is_late if place.failed is None else place.failed, probe=place.probe)
+        before, failure = breaker.state, place.failure
+        if failure is None:
+            failure = LATE if is_late else ""
+        breaker.end(now_s, failure=failure, probe=place.probe)
         if breaker.state is not before:
             self._see_who_takes()
 
@@ -189,17 +206,19 @@ class Occupancy(Generic[QuestionT]):
                 breaker.look(now_s, next(iter(line.values())).since_s if line else None)
             self._see_who_takes()
 
-    def recent(self, now_s: float | None) -> list[int]:
-        """Questions placed on each channel in the window, index = channel id."""
+    def recent(self, now_s: float | None) -> list[Recent]:
+        """What was placed on each channel in the window, index = channel id."""
         if now_s is not None:
             self._recent.move_to(now_s)
-        return [self._recent.count(channel_id) for channel_id in range(len(self.loads))]
+            self._recent_tokens.move_to(now_s)
+        count, count_tokens = self._recent.count, self._recent_tokens.count
+        return [Recent(count(channel_id), count_tokens(channel_id)) for channel_id in range(len(self.loads))]
 
     def snapshots(self, now_s: float | None) -> list[ChannelSnapshot]:
         """Every channel, by id."""
         other = self._shortest(0, None) if self._limits.queue_length else None
         counts = enumerate(self.recent(now_s))
-        return [self._snapshot(channel_id, other, num_recent, now_s) for channel_id, num_recent in counts]
+        return [self._snapshot(channel_id, other, recent, now_s) for channel_id, recent in counts]
 
     def check_integrity(self) -> None:
         """Recount.
@@ -277,7 +296,7 @@ class Occupancy(Generic[QuestionT]):
             not self._has_breakers or all(breaker.state is BreakerState.CLOSED for breaker in self._breakers)
         )
 
-    def _snapshot(self, channel_id: int, other: int | None, num_recent: int, now_s: float | None) -> ChannelSnapshot:
+    def _snapshot(self, channel_id: int, other: int | None, recent: Recent, now_s: float | None) -> ChannelSnapshot:
         breaker, line = self._breakers[channel_id], self._lines[channel_id]
         why, state = breaker.why, breaker.state
         diverts_why = None if other is None else self._why_divert(channel_id, other)
@@ -295,6 +314,8 @@ class Occupancy(Generic[QuestionT]):
             breaker_why=why,
             num_bytes=self._bytes[channel_id],
             oldest_ms=round(age_s * 1000),
-            num_recent=num_recent,
+            num_recent=recent.num_questions,
+            num_recent_tokens=recent.num_tokens,
             num_recent_failures=breaker.num_failed,
+            main_failure=breaker.main_failure,
         )

@@ -17,11 +17,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from common.ending import Ending
 from common.errors import DrainingError, KevError, RequestConflictError
 from common.ports import Clock, OutcomeBoard, WorkStreams
 from common.types import OverflowPolicy, WorkItem
 from router_svc.budgets import TenantBudgets
 from router_svc.channels import ChannelPool
+from router_svc.question_pool import failure_of
 from router_svc.registrations import Registrations
 from router_svc.settings import RouterSettings
 from router_svc.submission import PendingQuestion, Submission
@@ -123,10 +125,12 @@ class Publisher:
         self._have_refused_retried()
         return failed
 
-    def end(self, key: tuple[str, int]) -> None:
+    def end(self, key: tuple[str, int], ending: Ending) -> None:
         """A question has its outcome; a second call for it does nothing."""
         question = self._open.get(key)
         if question is not None:
+            if ending.finish_reason is not None:
+                self._pool.note_outcome(question, failure=failure_of(ending))
             self._drop(question, finished=question.submission.is_settled(question))
             self._move_waiting()
 
@@ -207,10 +211,10 @@ class Publisher:
                 is_failing = True
 
     async def _end_settled(self, board: OutcomeBoard, published: Sequence[PendingQuestion]) -> None:
-        for key in await board.settled([question.key for question in published]):
+        for key, ending in (await board.settled([question.key for question in published])).items():
             question = self._open.get(key)
             if question is not None:
-                self.end(key)
+                self.end(key, ending)
                 self._ended[key] = (question, self._clock.monotonic())
 
     async def _restore_lost(self) -> None:

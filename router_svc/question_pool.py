@@ -5,6 +5,7 @@ Not here: the pool itself (``channels``), how questions end (``service``).
 
 from __future__ import annotations
 
+from common.ending import Ending
 from common.types import FinishReason, OverflowPolicy
 from router_svc.breakers import BreakerRules
 from router_svc.channels import Burden, ChannelPool
@@ -44,9 +45,14 @@ def build_pool(settings: RouterSettings) -> ChannelPool[PendingQuestion]:
     )
 
 
-def has_failed(reason: FinishReason) -> bool | None:
-    """Whether an outcome speaks against the channel of its question; None: it says nothing."""
-    return None if reason in _SAYING_NOTHING else reason in _FAILURES
+def failure_of(ending: Ending) -> str | None:
+    """What speaks against the channel of a question that ended so: the reason of its error, or the kind of time-out.
+
+    Empty: nothing does, it is a success. None: it says nothing about the channel.
+    """
+    if ending.finish_reason in _SAYING_NOTHING:
+        return None
+    return ending.error_reason or str(ending.finish_reason) if ending.finish_reason in _FAILURES else ""
 
 
 def _burden_of(question: PendingQuestion, priority_step_s: float) -> Burden:
@@ -54,6 +60,7 @@ def _burden_of(question: PendingQuestion, priority_step_s: float) -> Burden:
     spec = submission.spec.questions[question.index]
     return Burden(
         num_bytes=_TOKEN_BYTES * len(question.prepared.prompt.ids),
+        num_tokens=max(1, question.prepared.num_tokens),
         expires_at_s=submission.accepted_at_s + spec.timeout_ms / 1000,
         head_start_s=spec.priority * priority_step_s,
     )

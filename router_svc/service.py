@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from common.ending import Ending
 from common.errors import (
     DrainingError,
     KevError,
@@ -41,7 +42,7 @@ from router_svc.heat import Heat
 from router_svc.intake import TwoSteps
 from router_svc.patience import Patience
 from router_svc.publisher import Publisher
-from router_svc.question_pool import build_pool, has_failed
+from router_svc.question_pool import build_pool
 from router_svc.refusals import Refusals
 from router_svc.registrations import Registrations
 from router_svc.return_line import Refused
@@ -167,10 +168,7 @@ class RouterService:
 
     def on_outcome(self, result: ChannelResult) -> None:
         """Free the channel of a question that has its outcome; a second call for a question does nothing."""
-        question = self._publisher.find(result.key)
-        if question is not None:
-            self._pool.note_outcome(question, failed=has_failed(result.finish_reason))
-        self._publisher.end(result.key)
+        self._publisher.end(result.key, Ending.of(result))
 
     def channels(self) -> list[ChannelSnapshot]:
         """Occupancy of every channel, by id."""
@@ -188,7 +186,8 @@ class RouterService:
             num_saved_tokens=self._num_saved_tokens,
             bucket_counts=tuple(self._bucket_counts.most_common(_MAX_BUCKETS_SHOWN)),
             window_ms=self._settings.hot_spot_window_ms,
-            num_recent=self._heat.num_recent,
+            num_recent=self._heat.recent.num_questions,
+            num_recent_tokens=self._heat.recent.num_tokens,
             bucket_heat=self._heat.buckets(),
             hot_spots=hot_spots,
             releases_per_s=self._pool.releases_per_s(self._clock.monotonic()),
@@ -322,7 +321,7 @@ class RouterService:
         self._num_removed_chars += sum(q.prepared.normalized.num_removed_chars for q in submission.questions)
         self._num_saved_tokens += sum(question.prepared.num_saved_tokens for question in submission.questions)
         self._bucket_counts.update(placement.hash_bucket for placement in placements)
-        self._heat.note(submission.spec.strategy, placements)
+        self._heat.note(submission.spec.strategy, placements, [q.prepared.num_tokens for q in submission.questions])
         for _, refusal in self._publisher.published(items, refusals):
             submission.fail(refusal)
         return True

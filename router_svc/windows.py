@@ -1,9 +1,9 @@
-"""How often things happened lately: counts per key over a sliding window.
+"""How often, or how much, lately: counts per key over a sliding window.
 
 Invariants and semantics: time is cut into ``num_slots`` slots per window; what happened counts while its slot is the
 one of now or one of the ``num_slots - 1`` before it, exactly. Memory is bounded: a slot names at most ``max_keys``
-keys; what comes on further keys in that slot counts in the total only. A key with a noticeable share of a slot is among
-its first keys, so it is never the one that goes unnamed. Time is passed in and never runs backwards.
+keys; what comes on further keys in that slot counts in the total only. A key that comes often in a slot is among its
+first keys, so it is never the one that goes unnamed. Time is passed in and never runs backwards.
 
 Not here: what the counts mean (``breakers``, ``hot_spots``).
 """
@@ -60,17 +60,17 @@ class SlidingCounts(Generic[KeyT]):
         """Everything in the window as of the latest time told, named or not."""
         return self._total
 
-    def add(self, key: KeyT, now_s: float) -> int:
-        """Count one; returns the key's count in the window."""
+    def add(self, key: KeyT, now_s: float, amount: int = 1) -> int:
+        """Count ``amount``, at least 1; returns the key's count in the window."""
         self.move_to(now_s)
         slot = self._slots[-1]
-        slot.total += 1
-        self._total += 1
+        slot.total += amount
+        self._total += amount
         in_slot = slot.counts.get(key, 0)
         if not in_slot and len(slot.counts) >= self._max_keys:
             return self._counts.get(key, 0)
-        slot.counts[key] = in_slot + 1
-        self._counts[key] = count = self._counts.get(key, 0) + 1
+        slot.counts[key] = in_slot + amount
+        self._counts[key] = count = self._counts.get(key, 0) + amount
         return count
 
     def move_to(self, now_s: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from common.codec.wire import (
     BREAKER_STATE,
     DIVERSION,
+    HEAT_UNIT,
     HOT_SPOT_KIND,
     LEVEL,
     STRATEGY,
@@ -24,6 +25,7 @@ from common.types import (
     BreakerState,
     BucketHeat,
     ChannelSnapshot,
+    HeatUnit,
     HotSpot,
     IsolationReport,
     NodeStats,
@@ -133,6 +135,8 @@ def encode_channel_snapshot(value: ChannelSnapshot) -> pb.ChannelSnapshot:
         oldest_duration=to_duration(value.oldest_ms),
         num_recent=value.num_recent,
         num_recent_failures=value.num_recent_failures,
+        main_failure=value.main_failure,
+        num_recent_tokens=value.num_recent_tokens,
     )
 
 
@@ -150,6 +154,8 @@ def decode_channel_snapshot(message: pb.ChannelSnapshot) -> ChannelSnapshot:
         oldest_ms=to_whole_ms(message.oldest_duration),
         num_recent=message.num_recent,
         num_recent_failures=message.num_recent_failures,
+        main_failure=message.main_failure,
+        num_recent_tokens=message.num_recent_tokens,
     )
 
 
@@ -165,9 +171,13 @@ def encode_router_stats(value: RouterStats) -> pb.RouterStats:
         buckets=[pb.BucketCount(hash_bucket=bucket, num_questions=num) for bucket, num in value.bucket_counts],
         window=to_duration(value.window_ms),
         num_recent=value.num_recent,
+        num_recent_tokens=value.num_recent_tokens,
         bucket_heat=[
             pb.BucketHeat(
-                strategy=STRATEGY.encode(heat.strategy), hash_bucket=heat.hash_bucket, num_questions=heat.num_questions
+                strategy=STRATEGY.encode(heat.strategy),
+                hash_bucket=heat.hash_bucket,
+                num_questions=heat.num_questions,
+                num_tokens=heat.num_tokens,
             )
             for heat in value.bucket_heat
         ],
@@ -185,6 +195,9 @@ def _encode_hot_spot(value: HotSpot) -> pb.HotSpot:
         remedy=value.remedy,
         strategy=STRATEGY.encode_maybe(value.strategy),
         hash_bucket=value.hash_bucket,
+        num_tokens=value.num_tokens,
+        token_share=value.token_share,
+        hot_by=HEAT_UNIT.encode(value.hot_by),
     )
 
 
@@ -200,6 +213,9 @@ def _decode_hot_spot(message: pb.HotSpot) -> HotSpot | None:
         remedy=message.remedy,
         strategy=STRATEGY.decode_maybe(message.strategy),
         hash_bucket=optional(message, "hash_bucket"),
+        num_tokens=message.num_tokens,
+        token_share=message.token_share,
+        hot_by=HEAT_UNIT.decode_maybe(message.hot_by) or HeatUnit.QUESTIONS,
     )
 
 
@@ -215,8 +231,14 @@ def decode_router_stats(message: pb.RouterStats) -> RouterStats:
         bucket_counts=tuple((entry.hash_bucket, entry.num_questions) for entry in message.buckets),
         window_ms=to_whole_ms(message.window),
         num_recent=message.num_recent,
+        num_recent_tokens=message.num_recent_tokens,
         bucket_heat=tuple(
-            BucketHeat(strategy=strategy, hash_bucket=heat.hash_bucket, num_questions=heat.num_questions)
+            BucketHeat(
+                strategy=strategy,
+                hash_bucket=heat.hash_bucket,
+                num_questions=heat.num_questions,
+                num_tokens=heat.num_tokens,
+            )
             for heat in message.bucket_heat
             if (strategy := STRATEGY.decode_maybe(heat.strategy)) is not None
         ),

@@ -22,6 +22,7 @@ from common.types import (
     BreakerState,
     Diversion,
     FinishReason,
+    HeatUnit,
     HotSpotKind,
     IsolationLevel,
     RequestState,
@@ -83,6 +84,7 @@ STATE = EnumCodec(RequestState, "REQUEST_STATE", pb.RequestState)
 VERDICT = EnumCodec(Verdict, "VERDICT", pb.Verdict)
 DIVERSION = EnumCodec(Diversion, "DIVERSION", pb.Diversion)
 BREAKER_STATE = EnumCodec(BreakerState, "BREAKER_STATE", pb.BreakerState)
+HEAT_UNIT = EnumCodec(HeatUnit, "HEAT_UNIT", pb.HeatUnit)
 HOT_SPOT_KIND = EnumCodec(HotSpotKind, "HOT_SPOT_KIND", pb.HotSpotKind)
 EVENT_TYPE = EnumCodec(StreamEventType, "STREAM_EVENT_TYPE", pb.StreamEventType)
 

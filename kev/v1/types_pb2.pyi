@@ -97,6 +97,12 @@ class HotSpotKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     HOT_SPOT_KIND_UNSPECIFIED: _ClassVar[HotSpotKind]
     HOT_SPOT_KIND_BUCKET: _ClassVar[HotSpotKind]
     HOT_SPOT_KIND_CHANNEL: _ClassVar[HotSpotKind]
+
+class HeatUnit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HEAT_UNIT_UNSPECIFIED: _ClassVar[HeatUnit]
+    HEAT_UNIT_QUESTIONS: _ClassVar[HeatUnit]
+    HEAT_UNIT_TOKENS: _ClassVar[HeatUnit]
 ISOLATION_LEVEL_UNSPECIFIED: IsolationLevel
 ISOLATION_LEVEL_STRICT: IsolationLevel
 ISOLATION_LEVEL_LOOSE: IsolationLevel
@@ -151,6 +157,9 @@ STREAM_EVENT_TYPE_DONE: StreamEventType
 HOT_SPOT_KIND_UNSPECIFIED: HotSpotKind
 HOT_SPOT_KIND_BUCKET: HotSpotKind
 HOT_SPOT_KIND_CHANNEL: HotSpotKind
+HEAT_UNIT_UNSPECIFIED: HeatUnit
+HEAT_UNIT_QUESTIONS: HeatUnit
+HEAT_UNIT_TOKENS: HeatUnit
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logprobs", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -679,7 +688,7 @@ class RequestRules(_message.Message):
     def __init__(self, max_queries_per_request: _Optional[int] = ..., max_question_bytes: _Optional[int] = ..., max_system_prompt_bytes: _Optional[int] = ..., max_context: _Optional[int] = ..., max_parallel_queries: _Optional[int] = ..., vocab_size: _Optional[int] = ..., isolation: _Optional[_Union[IsolationLevel, str]] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., max_tokens: _Optional[int] = ..., timeout_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_stop: _Optional[_Iterable[str]] = ..., categories: _Optional[_Iterable[str]] = ..., takes_any_category: bool = ...) -> None: ...
 
 class ChannelSnapshot(_message.Message):
-    __slots__ = ("channel_id", "num_queued", "num_total", "num_diverted", "breaker_open", "breaker", "breaker_why", "num_bytes", "oldest_duration", "num_recent", "num_recent_failures")
+    __slots__ = ("channel_id", "num_queued", "num_total", "num_diverted", "breaker_open", "breaker", "breaker_why", "num_bytes", "oldest_duration", "num_recent", "num_recent_failures", "main_failure", "num_recent_tokens")
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +700,8 @@ class ChannelSnapshot(_message.Message):
     OLDEST_DURATION_FIELD_NUMBER: _ClassVar[int]
     NUM_RECENT_FIELD_NUMBER: _ClassVar[int]
     NUM_RECENT_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    MAIN_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     channel_id: int
     num_queued: int
     num_total: int
@@ -702,10 +713,12 @@ class ChannelSnapshot(_message.Message):
     oldest_duration: _duration_pb2.Duration
     num_recent: int
     num_recent_failures: int
-    def __init__(self, channel_id: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_total: _Optional[int] = ..., num_diverted: _Optional[int] = ..., breaker_open: bool = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., breaker_why: _Optional[_Union[Diversion, str]] = ..., num_bytes: _Optional[int] = ..., oldest_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., num_recent_failures: _Optional[int] = ...) -> None: ...
+    main_failure: str
+    num_recent_tokens: int
+    def __init__(self, channel_id: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_total: _Optional[int] = ..., num_diverted: _Optional[int] = ..., breaker_open: bool = ..., breaker: _Optional[_Union[BreakerState, str]] = ..., breaker_why: _Optional[_Union[Diversion, str]] = ..., num_bytes: _Optional[int] = ..., oldest_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., num_recent_failures: _Optional[int] = ..., main_failure: _Optional[str] = ..., num_recent_tokens: _Optional[int] = ...) -> None: ...
 
 class HotSpot(_message.Message):
-    __slots__ = ("kind", "channel_id", "num_questions", "share", "remedy", "strategy", "hash_bucket")
+    __slots__ = ("kind", "channel_id", "num_questions", "share", "remedy", "strategy", "hash_bucket", "num_tokens", "token_share", "hot_by")
     KIND_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -713,6 +726,9 @@ class HotSpot(_message.Message):
     REMEDY_FIELD_NUMBER: _ClassVar[int]
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SHARE_FIELD_NUMBER: _ClassVar[int]
+    HOT_BY_FIELD_NUMBER: _ClassVar[int]
     kind: HotSpotKind
     channel_id: int
     num_questions: int
@@ -720,17 +736,22 @@ class HotSpot(_message.Message):
     remedy: str
     strategy: Strategy
     hash_bucket: int
-    def __init__(self, kind: _Optional[_Union[HotSpotKind, str]] = ..., channel_id: _Optional[int] = ..., num_questions: _Optional[int] = ..., share: _Optional[float] = ..., remedy: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    token_share: float
+    hot_by: HeatUnit
+    def __init__(self, kind: _Optional[_Union[HotSpotKind, str]] = ..., channel_id: _Optional[int] = ..., num_questions: _Optional[int] = ..., share: _Optional[float] = ..., remedy: _Optional[str] = ..., strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_share: _Optional[float] = ..., hot_by: _Optional[_Union[HeatUnit, str]] = ...) -> None: ...
 
 class BucketHeat(_message.Message):
-    __slots__ = ("strategy", "hash_bucket", "num_questions")
+    __slots__ = ("strategy", "hash_bucket", "num_questions", "num_tokens")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     HASH_BUCKET_FIELD_NUMBER: _ClassVar[int]
     NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     strategy: Strategy
     hash_bucket: int
     num_questions: int
-    def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, strategy: _Optional[_Union[Strategy, str]] = ..., hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class BucketCount(_message.Message):
     __slots__ = ("hash_bucket", "num_questions")
@@ -741,7 +762,7 @@ class BucketCount(_message.Message):
     def __init__(self, hash_bucket: _Optional[int] = ..., num_questions: _Optional[int] = ...) -> None: ...
 
 class RouterStats(_message.Message):
-    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets", "window", "num_recent", "bucket_heat", "hot_spots", "releases_per_s", "num_saved_tokens")
+    __slots__ = ("num_requests", "num_questions", "num_rejected", "num_overflow", "num_removed_chars", "buckets", "window", "num_recent", "bucket_heat", "hot_spots", "releases_per_s", "num_saved_tokens", "num_recent_tokens")
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUESTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -754,6 +775,7 @@ class RouterStats(_message.Message):
     HOT_SPOTS_FIELD_NUMBER: _ClassVar[int]
     RELEASES_PER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_SAVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_requests: int
     num_questions: int
     num_rejected: int
@@ -766,7 +788,8 @@ class RouterStats(_message.Message):
     hot_spots: _containers.RepeatedCompositeFieldContainer[HotSpot]
     releases_per_s: float
     num_saved_tokens: int
-    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., bucket_heat: _Optional[_Iterable[_Union[BucketHeat, _Mapping]]] = ..., hot_spots: _Optional[_Iterable[_Union[HotSpot, _Mapping]]] = ..., releases_per_s: _Optional[float] = ..., num_saved_tokens: _Optional[int] = ...) -> None: ...
+    num_recent_tokens: int
+    def __init__(self, num_requests: _Optional[int] = ..., num_questions: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_overflow: _Optional[int] = ..., num_removed_chars: _Optional[int] = ..., buckets: _Optional[_Iterable[_Union[BucketCount, _Mapping]]] = ..., window: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_recent: _Optional[int] = ..., bucket_heat: _Optional[_Iterable[_Union[BucketHeat, _Mapping]]] = ..., hot_spots: _Optional[_Iterable[_Union[HotSpot, _Mapping]]] = ..., releases_per_s: _Optional[float] = ..., num_saved_tokens: _Optional[int] = ..., num_recent_tokens: _Optional[int] = ...) -> None: ...
 
 class Envelope(_message.Message):
     __slots__ = ("version", "type", "payload", "trace", "minor_version")

@@ -35,6 +35,7 @@ TOLD = {
     "ChannelSnapshot.breaker_why",
     "HotSpot.kind",
     "HotSpot.strategy",
+    "HotSpot.hot_by",
     "BucketHeat.strategy",
 }
 """Enum fields that are told to somebody and decide nothing: what is not known is left out."""
@@ -254,6 +255,7 @@ def test_missing_enum_value_is_refused_unless_it_has_a_default(crossing: Crossin
         (domain.Diversion, pb.Diversion.DESCRIPTOR),
         (domain.BreakerState, pb.BreakerState.DESCRIPTOR),
         (domain.HotSpotKind, pb.HotSpotKind.DESCRIPTOR),
+        (domain.HeatUnit, pb.HeatUnit.DESCRIPTOR),
     ],
     ids=lambda argument: getattr(argument, "__name__", ""),
 )

@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio as aioredis
 
 from common.clock import SystemClock
+from common.ending import Ending
 from common.errors import ConfigError, InvariantError, StoreUnavailableError
 from common.ports import Report, ReportState
 from common.redis_keys import RESULTS, WORK_GROUP
@@ -24,7 +25,7 @@ from common.redis_link import RedisLink
 from common.redis_scripts import Script
 from common.redis_settings import LinkSettings
 from common.redis_streams import RedisTransport
-from common.types import Durability
+from common.types import ChannelResult, Durability, FinishReason
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import LossyProxy, lossy_proxy
 from tests.contract.redis_servers import free_port, running_server
@@ -272,6 +273,8 @@ async def test_calls_outlive_a_restart_of_the_server(server_name: str, tmp_path:
         await publish(ends.router, make_item(1))
         [lease] = await ends.node.lease(1, 0)
         waiting = asyncio.create_task(ends.other_node.cancellations(LONG_S))
+        late = ChannelResult(request_id="s", question_index=0, channel_id=0, finish_reason=FinishReason.TIMEOUT_RUNNING)
+        assert await ends.results.settle([late]) == [0]
         await deployment.settle()
     committing = asyncio.create_task(commit(ends.node, lease, outcome(lease)))
     await asyncio.sleep(0.1)
@@ -281,7 +284,9 @@ async def test_calls_outlive_a_restart_of_the_server(server_name: str, tmp_path:
         assert (held.item.key, held.attempt) == (("r", 1), 1)
         await ends.router.cancel("r", [1])
         assert await asyncio.wait_for(waiting, 4) == [("r", 1)]
-        assert await ends.results.read(10, 0) == [outcome(lease)]
+        assert await ends.results.read(10, 0) == [late, outcome(lease)]
+        endings = {("s", 0): Ending(FinishReason.TIMEOUT_RUNNING), ("r", 0): Ending(FinishReason.STOP)}
+        assert await ends.router.settled(list(endings)) == endings
         await deployment.close()
 
 

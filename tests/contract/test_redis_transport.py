@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from common.codec import seal
-from common.errors import ConfigError, OutOfMemoryError
+from common.ending import Ending
+from common.errors import ConfigError, EngineDeadError, OutOfMemoryError
 from common.ports import Report, ReportState, ResultStream
 from common.redis_keys import (
     DEAD_LETTERS,
@@ -30,7 +31,7 @@ from common.redis_keys import (
 )
 from common.redis_settings import RedisTransportSettings
 from common.redis_streams import RedisTransport
-from common.types import ChannelResult, FinishReason
+from common.types import ChannelResult, FinishReason, Prompt
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.transport_suite import (
     LONG_S,
@@ -380,6 +381,53 @@ async def test_a_full_event_stream_takes_outcomes_only(deployment: RedisHarness)
 
 
 # ---- what is lost
+
+
+async def test_a_router_hears_how_questions_ended(deployment: RedisHarness) -> None:
+    """Breakers would learn of a node without memory when questions run out of time, or never."""
+    ends = await deployment.create(num_channels=5)
+    items = [make_item(index, index) for index in range(5)]
+    assert await ends.router.publish(items) == [None] * 5
+    leases = sorted(await ends.node.lease(4, 0), key=lambda lease: lease.item.question_index)
+    failed = replace(outcome(leases[1]), finish_reason=FinishReason.ERROR, error=OutOfMemoryError("no room").info)
+    await commit(ends.node, leases[0], outcome(leases[0]))
+    await commit(ends.node, leases[1], failed)
+    assert await ends.node.dead_letter(leases[2], EngineDeadError("the device is gone"))
+    late = replace(outcome(leases[3]), finish_reason=FinishReason.TIMEOUT_RUNNING)
+    assert await ends.results.settle([late]) == [3]
+    await ends.router.cancel("r", [4])
+    endings = {
+        ("r", 0): Ending(FinishReason.STOP),
+        ("r", 1): Ending(FinishReason.ERROR, "OUT_OF_MEMORY"),
+        ("r", 2): Ending(FinishReason.ERROR, "ENGINE_DEAD"),
+        ("r", 3): Ending(FinishReason.TIMEOUT_RUNNING),
+        ("r", 4): Ending(FinishReason.CANCELLED),
+    }
+    asked = [*endings, ("r", 5), ("unknown", 0)]
+    assert await ends.router.settled(asked) == endings
+    # The nodes and the router have ended; what the store knows it goes on knowing.
+    deployment.abandon(ends.node)
+    started_again = await deployment.join("router")
+    assert await started_again.settled(asked) == endings
+    # What a version wrote that knew no endings, and a new use of an id that had one.
+    await deployment.client.hdel(deployment.key(QUESTIONS, "r"), "f:1")
+    assert (await started_again.settled([("r", 1)]))["r", 1] == Ending()
+    assert await ends.router.publish([make_item(1, 1, prompt=Prompt(ids=(9, 9)))]) == [None]
+    assert await started_again.settled([("r", 1)]) == {}
+
+
+async def test_many_endings_are_told_in_one_call(deployment: RedisHarness) -> None:
+    """Beyond what one look-up takes, the router would hear of other questions than those that ended."""
+    ends = await deployment.create(num_channels=1)
+    asked = [("r", index) for index in range(700)]
+    late = [
+        ChannelResult(request_id="r", question_index=index, channel_id=0, finish_reason=FinishReason.TIMEOUT_QUEUED)
+        for index in range(0, 700, 3)
+    ]
+    await ends.results.settle(late)
+    found = await ends.router.settled([*asked, ("s", 0)])
+    assert sorted(found) == [result.key for result in late]
+    assert set(found.values()) == {Ending(FinishReason.TIMEOUT_QUEUED)}
 
 
 async def test_lost_questions_are_named(deployment: RedisHarness) -> None:

@@ -25,7 +25,16 @@ from common.redis_source import RedisSource
 from common.redis_streams import RedisTransport
 from common.request import RequestRules, parse_request
 from common.tokenization import Detokenizer
-from common.types import FinishReason, RequestSpec, RequestState, RequestView, StreamEvent, StreamEventType
+from common.types import (
+    BreakerState,
+    ChannelSnapshot,
+    FinishReason,
+    RequestSpec,
+    RequestState,
+    RequestView,
+    StreamEvent,
+    StreamEventType,
+)
 from inference_svc.plan import StepOutput, StepPlan
 from inference_svc.worker import Worker, WorkerSettings
 from kev.testing import ScriptedNode, ScriptedRunner, byte_tokenizer
@@ -181,6 +190,39 @@ async def test_a_dead_nodes_questions_go_to_another(deployment: Deployment) -> N
         async with deployment.node("node-b", lambda q: q * 2):
             view = await aggregator.wait(request_id, 20)
     assert all(result.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for result in view.results)
+
+
+async def test_a_router_hears_what_nodes_failed_of(deployment: Deployment) -> None:
+    """Channels whose node has no memory would get their share until their questions run out of time."""
+    config = load_config(
+        {"kev": {"router": {"max_parallel_queries": 4, "channel_pool_size": 8, "breaker_min_outcomes": 2}}}, env={}
+    )
+
+    def break_always(_: StepPlan) -> None:
+        raise MemoryError
+
+    broken = GuidedRunner(lambda q: q)
+    broken.before = break_always
+
+    async def idle(router: RouterService) -> list[ChannelSnapshot]:
+        async with asyncio.timeout(10):
+            while any(channel.num_queued for channel in router.channels()):
+                await asyncio.sleep(0.02)
+        return router.channels()
+
+    async with deployment.aggregator() as aggregator:
+        async with deployment.router(config) as router, deployment.node("node-a", lambda q: q, broken):
+            view = await aggregator.wait(await router.submit(_spec(["a"] * 16)), 20)
+            reasons = {result.error.reason for result in view.results if result.error is not None}
+            assert {result.finish_reason for result in view.results} == {FinishReason.ERROR} and len(reasons) == 1
+            seen = await idle(router)
+            assert {(c.breaker, c.num_recent_failures) for c in seen} == {(BreakerState.OPEN, 2)}
+            assert {channel.main_failure for channel in seen} == reasons
+        # Both begin anew: a router without a past, and a node that works.
+        async with deployment.router(config) as router, deployment.node("node-a", lambda q: q * 2):
+            view = await aggregator.wait(await router.submit(_spec(["b"] * 16)), 20)
+            assert {result.text for result in view.results} == {"bb"}
+            assert {(c.breaker, c.main_failure) for c in await idle(router)} == {(BreakerState.CLOSED, "")}
 
 
 async def test_a_question_that_lost_two_nodes_has_its_last_try_alone(deployment: Deployment) -> None:

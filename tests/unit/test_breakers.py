@@ -18,7 +18,7 @@ RULES = BreakerRules(max_age_s=10.0, failure_rate=0.5, min_outcomes=4, window_s=
 def opened(now_s: float = 0.0) -> Breaker:
     breaker = Breaker(RULES)
     for _ in range(4):
-        breaker.end(now_s, failed=True, probe=None)
+        breaker.end(now_s, failure="ERROR", probe=None)
     assert (breaker.state, breaker.why) == (OPEN, Diversion.FAILURES)
     return breaker
 
@@ -34,7 +34,7 @@ def test_a_few_failures_open_nothing() -> None:
     """Three time-outs after a start would empty a healthy channel."""
     breaker = Breaker(RULES)
     for _ in range(3):
-        breaker.end(0.0, failed=True, probe=None)
+        breaker.end(0.0, failure="ERROR", probe=None)
     assert (breaker.state, breaker.takes, breaker.num_failed) == (CLOSED, True, 3)
 
 
@@ -42,10 +42,10 @@ def test_the_share_counts_not_the_number() -> None:
     """A busy channel would be cut off for a few bad questions."""
     breaker = Breaker(RULES)
     for number in range(40):
-        breaker.end(0.0, failed=number % 3 == 2, probe=None)
+        breaker.end(0.0, failure="ERROR" if number % 3 == 2 else "", probe=None)
     assert breaker.state is CLOSED
     for _ in range(20):
-        breaker.end(0.0, failed=True, probe=None)
+        breaker.end(0.0, failure="ERROR", probe=None)
     assert breaker.state is OPEN
 
 
@@ -53,8 +53,8 @@ def test_old_failures_are_forgotten() -> None:
     """A bad minute of yesterday would open the breaker today."""
     breaker = Breaker(RULES)
     for _ in range(3):
-        breaker.end(0.0, failed=True, probe=None)
-    breaker.end(70.0, failed=True, probe=None)
+        breaker.end(0.0, failure="ERROR", probe=None)
+    breaker.end(70.0, failure="ERROR", probe=None)
     assert (breaker.state, breaker.num_failed) == (CLOSED, 1)
 
 
@@ -79,16 +79,16 @@ def test_one_probe_at_a_time() -> None:
     probe = breaker.begin()
     assert probe is not None and not breaker.takes
     assert breaker.begin() is None
-    breaker.end(6.0, failed=False, probe=None)
+    breaker.end(6.0, failure="", probe=None)
     assert breaker.state is HALF_OPEN, "what was there before the probe says nothing"
-    breaker.end(6.0, failed=False, probe=probe)
+    breaker.end(6.0, failure="", probe=probe)
     assert (breaker.state, breaker.why, breaker.num_failed) == (CLOSED, None, 0)
 
 
 def test_a_failed_probe_opens_again() -> None:
     """A channel that is still ill would get its traffic back."""
     breaker = half_open()
-    breaker.end(6.0, failed=True, probe=breaker.begin())
+    breaker.end(6.0, failure="ERROR", probe=breaker.begin())
     assert breaker.state is OPEN
     breaker.look(10.9, None)
     assert breaker.state is OPEN
@@ -112,7 +112,7 @@ def test_a_probe_that_outlives_its_turn_decides_nothing() -> None:
     probe = breaker.begin()
     breaker.look(16.0, 6.0)
     assert breaker.state is OPEN
-    breaker.end(16.5, failed=False, probe=probe)
+    breaker.end(16.5, failure="", probe=probe)
     assert breaker.state is OPEN
 
 
@@ -123,6 +123,17 @@ def test_rules_out_of_range_are_refused(changes: dict[str, float]) -> None:
         Breaker(BreakerRules(**changes))  # type: ignore[arg-type]
     with pytest.raises(InvariantError):
         Breaker(BreakerRules(min_outcomes=0))
+
+
+def test_it_names_what_fails_most() -> None:
+    """An operator would see that a channel is left alone, and not that its node has no memory."""
+    breaker = Breaker(RULES)
+    assert breaker.main_failure == ""
+    for failure in ("", "", "", "timeout_running", "OUT_OF_MEMORY", "OUT_OF_MEMORY"):
+        breaker.end(1.0, failure=failure, probe=None)
+    assert (breaker.main_failure, breaker.num_failed) == ("OUT_OF_MEMORY", 3)
+    breaker.look(100.0, None)
+    assert (breaker.main_failure, breaker.num_failed) == ("", 0)
 
 
 class BreakerMachine(RuleBasedStateMachine):
@@ -176,7 +187,7 @@ class BreakerMachine(RuleBasedStateMachine):
             self.breaker.forget(probe)
             self.took(before)
             return
-        self.breaker.end(self.now_s, failed=failed, probe=probe)
+        self.breaker.end(self.now_s, failure="ERROR" if failed else "", probe=probe)
         if before is HALF_OPEN:
             self.took(before, OPEN if failed else CLOSED)
         else:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from common.ending import Ending
 from common.metrics import catalogue as names
 from common.metrics.catalogue import METRICS, Kind, Metric, Tier
 from common.metrics.port import MAX_CHANNEL_LABELS, Reading, by_channel
@@ -173,8 +174,8 @@ def _count_many(metrics: Metrics) -> None:
 class Board:
     """Has lost one question of two."""
 
-    async def settled(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        return list(questions)
+    async def settled(self, questions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], Ending]:
+        return dict.fromkeys(questions, Ending())
 
     async def lost(self, questions: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         return list(questions)[::2]
@@ -185,5 +186,5 @@ async def test_lost_questions_are_counted() -> None:
     metrics = Metrics()
     board = WatchedBoard(Board(), metrics)
     questions = [("r", index) for index in range(5)]
-    assert await board.lost(questions) == questions[::2] and await board.settled(questions) == questions
+    assert await board.lost(questions) == questions[::2] and list(await board.settled(questions)) == questions
     assert parsed(await metrics.render())["kev_router_lost_questions_total", ()] == 3

@@ -339,11 +339,12 @@ def test_failures_open_the_breaker(says_so: bool) -> None:
     for question in (0, 1):
         pool.place(question, to(1), now_s=0.0)
         if says_so:
-            pool.note_outcome(question, failed=True)
+            pool.note_outcome(question, failure="ERROR")
         pool.release(question, now_s=1.0 if says_so else 1000.0)
     moved = pool.place(2, to(1), now_s=1001.0 if not says_so else 2.0)
     assert moved is not None and (moved.channel_id, moved.diverted_why) == (2, Diversion.FAILURES)
-    assert pool.snapshots()[1].num_recent_failures == 2
+    seen = pool.snapshots()[1]
+    assert (seen.num_recent_failures, seen.main_failure) == (2, "ERROR" if says_so else "late")
 
 
 def test_a_cancelled_probe_is_followed_by_another() -> None:
@@ -351,7 +352,7 @@ def test_a_cancelled_probe_is_followed_by_another() -> None:
     pool = watched(failure_rate=0.5, cooldown_s=0.0)
     for question in (0, 1):
         pool.place(question, to(1), now_s=0.0)
-        pool.note_outcome(question, failed=True)
+        pool.note_outcome(question, failure="ERROR")
         pool.release(question, now_s=1.0)
     for question, leave in ((2, "withdraw"), (3, "cancel"), (4, "succeed")):
         probe = pool.place(question, to(1), now_s=float(question))
@@ -360,7 +361,7 @@ def test_a_cancelled_probe_is_followed_by_another() -> None:
             pool.withdraw(question)
             continue
         if leave == "cancel":
-            pool.note_outcome(question, failed=None)
+            pool.note_outcome(question, failure=None)
         pool.release(question, now_s=question + 0.1)
     assert pool.snapshots(5.0)[1].breaker is BreakerState.CLOSED
 
@@ -382,7 +383,7 @@ def test_recent_counts_follow_the_window() -> None:
     for question, at_s in enumerate((0.0, 30.0, 59.0)):
         pool.place(question, to(question % 2), now_s=at_s)
         pool.release(question, now_s=at_s + 0.5)
-    assert pool.recent(59.0) == [2, 1, 0]
+    assert pool.recent(59.0) == [(2, 2), (1, 1), (0, 0)]
     assert [channel.num_recent for channel in pool.snapshots(70.0)] == [1, 1, 0]
 
 
@@ -474,7 +475,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.withdraw(question)
         else:
             if how != "release":
-                self.pool.note_outcome(question, failed=True if how == "fail" else None)
+                self.pool.note_outcome(question, failure="ERROR" if how == "fail" else None)
             self.pool.release(question, now_s=self.now_s)
         self.collect()
 

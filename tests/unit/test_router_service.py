@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import ManualClock
+from common.ending import Ending
 from common.errors import (
     DrainingError,
     InvalidRequestError,
@@ -26,6 +27,7 @@ from common.tokenization import TooManyTokens
 from common.types import (
     AggregateMode,
     ChannelResult,
+    ErrorInfo,
     FinishReason,
     IsolationLevel,
     OverflowPolicy,
@@ -159,13 +161,14 @@ class Board:
 
     def __init__(self) -> None:
         self.done: set[Key] = set()
+        self.endings: dict[Key, Ending] = {}
         self.gone: set[Key] = set()
         self.errors: list[KevError] = []
 
-    async def settled(self, questions: Sequence[Key]) -> list[Key]:
+    async def settled(self, questions: Sequence[Key]) -> dict[Key, Ending]:
         if self.errors:
             raise self.errors.pop()
-        return [key for key in questions if key in self.done]
+        return {key: self.endings.get(key, Ending()) for key in questions if key in self.done}
 
     async def lost(self, questions: Sequence[Key]) -> list[Key]:
         found = [key for key in questions if key in self.gone]
@@ -195,9 +198,15 @@ class House:
         for question in record.questions:
             self.end(record.request_id, question.question_index, FinishReason.CANCELLED)
 
-    def end(self, request_id: str, index: int = 0, reason: FinishReason = FinishReason.STOP) -> None:
+    def end(
+        self,
+        request_id: str,
+        index: int = 0,
+        reason: FinishReason = FinishReason.STOP,
+        error: ErrorInfo | None = None,
+    ) -> None:
         self.router.on_outcome(
-            ChannelResult(request_id=request_id, question_index=index, channel_id=0, finish_reason=reason)
+            ChannelResult(request_id=request_id, question_index=index, channel_id=0, finish_reason=reason, error=error)
         )
 
     @property

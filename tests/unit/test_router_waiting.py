@@ -7,9 +7,10 @@ import logging
 
 import pytest
 
+from common.ending import Ending
 from common.errors import InvalidRequestError, QueueFullError
-from common.types import BreakerState, Diversion, FinishReason, OverflowPolicy, Strategy
-from tests.unit.test_router_service import House, spec_of, turns
+from common.types import BreakerState, Diversion, ErrorInfo, FinishReason, HeatUnit, OverflowPolicy, Strategy
+from tests.unit.test_router_service import Board, House, spec_of, turns
 
 SOON_S = 0.02
 
@@ -158,6 +159,53 @@ async def test_the_breaker_hears_how_questions_ended(reason: FinishReason, opens
     assert states == ({BreakerState.OPEN, BreakerState.CLOSED} if opens else {BreakerState.CLOSED})
 
 
+@pytest.mark.parametrize("over_the_store", [True, False])
+@pytest.mark.parametrize("reason", ["OUT_OF_MEMORY", "ENGINE_DEAD", "INTERNAL_BUG"])
+async def test_the_breaker_hears_what_failed_in_other_processes_too(reason: str, over_the_store: bool) -> None:
+    """In several processes a node without memory would get its share until questions run out of time."""
+    board = Board() if over_the_store else None
+    house = House(board, channel_queue_size=8, breaker_queue_length=8, breaker_min_outcomes=3)
+    async with house.running():
+        for number in range(3):
+            await house.router.submit(spec_of(f"r{number}", texts=["the same"], strategy=Strategy.SEMANTIC_HASH))
+        home = next(channel.channel_id for channel in house.router.channels() if channel.num_queued)
+        for number in range(3):
+            if board is None:
+                house.end(f"r{number}", 0, FinishReason.ERROR, ErrorInfo(reason=reason, message="what happened"))
+            else:
+                board.endings[f"r{number}", 0] = Ending(FinishReason.ERROR, reason)
+                board.done.add((f"r{number}", 0))
+        async with asyncio.timeout(10):
+            while house.loads[home]:
+                await asyncio.sleep(0.01)
+        channel = house.router.channels()[home]
+        assert (channel.breaker, channel.breaker_why) == (BreakerState.OPEN, Diversion.FAILURES)
+        assert (channel.num_recent_failures, channel.main_failure) == (3, reason)
+
+
+@pytest.mark.parametrize(
+    ("ending", "num_failed"),
+    [
+        (Ending(), 0),
+        (Ending(FinishReason.STOP), 0),
+        (Ending(FinishReason.CANCELLED), 0),
+        (Ending(FinishReason.TIMEOUT_RUNNING), 1),
+    ],
+)
+async def test_what_the_store_knows_of_an_ending_decides(ending: Ending, num_failed: int) -> None:
+    """An older node's answers, or those that clients cancelled, would count as failures of their channel."""
+    board = Board()
+    house = House(board)
+    async with house.running():
+        await house.router.submit(spec_of("r"))
+        board.endings["r", 0] = ending
+        board.done.add(("r", 0))
+        async with asyncio.timeout(10):
+            while any(house.loads):
+                await asyncio.sleep(0.01)
+        assert sum(channel.num_recent_failures for channel in house.router.channels()) == num_failed
+
+
 async def test_a_hot_spot_is_told_in_the_stats_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """An operator would have to find the hot bucket by hand, in thousands of outputs."""
     house = House(channel_pool_size=8, channel_queue_size=8, hot_spot_min_questions=10, hot_spot_window_ms=60_000)
@@ -177,6 +225,22 @@ async def test_a_hot_spot_is_told_in_the_stats_and_once_in_the_log(caplog: pytes
     assert house.router.stats().hot_spots == ()
     assert "hot spot ended" in caplog.records[-1].message
     assert len(caplog.records) == 2 * len({r.message.partition(" has ")[0] for r in caplog.records if r.levelno > 20})
+
+
+async def test_tokens_of_the_latest_questions_are_told() -> None:
+    """Long questions would keep a channel busy that seems to have its share."""
+    house = House(channel_pool_size=8, channel_queue_size=8, hot_spot_min_questions=10, max_context=2_000)
+    for number in range(12):
+        is_long = number >= 10
+        text = "write a poem about refunds " + "x" * 900 if is_long else f"{number} {'abcdefghijkl'[number] * 9}"
+        await house.router.submit(spec_of(f"r{number}", texts=[text], strategy=Strategy.SEMANTIC_HASH))
+        house.end(f"r{number}")
+    stats, channels = house.router.stats(), house.router.channels()
+    told = sum(len(item.prompt.ids) + item.sampling.max_tokens for item in house.work.items)
+    assert stats.num_recent_tokens == told == sum(channel.num_recent_tokens for channel in channels)
+    [spot] = [spot for spot in stats.hot_spots if spot.hot_by is HeatUnit.TOKENS]
+    assert spot.token_share > 0.9 and spot.share < 0.25 and "length_aware" in spot.remedy
+    assert stats.hot_spots[0] is spot and stats.bucket_heat[0].hash_bucket == spot.hash_bucket
 
 
 async def test_a_priority_is_a_head_start_in_the_overflow_queue() -> None:

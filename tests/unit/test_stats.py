@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from common.types import (
     ChannelSnapshot,
     Diversion,
     EngineStats,
+    HeatUnit,
     HotSpot,
     HotSpotKind,
     NodeStats,
@@ -55,6 +57,7 @@ def picture(num_channels: int = 3) -> Picture:
             breaker_why=Diversion.QUEUE_LENGTH,
             oldest_ms=12_345,
             num_recent=60,
+            num_recent_tokens=900,
         )
     )
     router = RouterStats(
@@ -66,7 +69,8 @@ def picture(num_channels: int = 3) -> Picture:
         bucket_counts=((50, 60),),
         window_ms=60_000,
         num_recent=100,
-        bucket_heat=(BucketHeat(strategy=Strategy.SEMANTIC_HASH, hash_bucket=50, num_questions=60),),
+        num_recent_tokens=1_200,
+        bucket_heat=(BucketHeat(strategy=Strategy.SEMANTIC_HASH, hash_bucket=50, num_questions=60, num_tokens=900),),
         hot_spots=(SPOT,),
         releases_per_s=4.25,
     )
@@ -117,10 +121,24 @@ def test_the_picture_names_what_is_hot_and_what_to_do() -> None:
     assert "100 questions in 90 requests, 4 refused | 5 wait for a channel | pace" in shown.replace("\n", " ")
     assert "4.2/s" in shown and "slots 3/8" in shown and "KV 25%" in shown
     assert "half-open: queue length" in shown and "12.3s" in shown
-    assert "100 questions in the last 60 s" in shown and "60%" in shown
+    assert "100 questions in the last 60 s, 1200 tokens" in shown and "60%" in shown and "75%" in shown
     assert "hot spot: bucket 50 of semantic_hash (channel 1) has 60%" in shown.replace("\n", " ")
-    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("┘") == 2, "a table was cut off"
     assert "\x1b" not in shown, "a server's words must not move the cursor"
+
+
+def test_the_picture_says_what_fails_and_what_is_long() -> None:
+    """An operator would look for a crowd where a few are long, or at a channel whose node has no memory."""
+    seen = picture()
+    broken = replace(
+        seen.channels[2], breaker=BreakerState.OPEN, breaker_why=Diversion.FAILURES, main_failure="OUT_OF_MEMORY"
+    )
+    long = replace(SPOT, share=0.08, token_share=0.7, hot_by=HeatUnit.TOKENS)
+    router = replace(seen.stats.router, hot_spots=(long,))
+    shown = drawn(replace(seen, channels=[broken], stats=replace(seen.stats, router=router)))
+    assert "open: failures" in shown and "(OUT_OF_MEMORY)" in shown
+    assert shown.count("┘") == 2, "a table was cut off"
+    assert "has 70% of the tokens, in 8% of the questions, of the last 60 s" in shown.replace("\n", " ")
 
 
 def test_of_many_channels_the_fullest_are_shown() -> None:

@@ -33,6 +33,21 @@ def test_counts_equal_a_naive_recount(steps: list[tuple[str, float]], num_slots:
         happened = [(key, at) for key, at in happened if at > slot - num_slots]
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(0, 4), st.integers(1, 900)), max_size=60))
+def test_amounts_equal_a_naive_sum(steps: list[tuple[str, float, int]]) -> None:
+    """A long question would count as one token, or stay in the window."""
+    counts: SlidingCounts[str] = SlidingCounts(12.0, num_slots=3)
+    happened: list[tuple[str, int, int]] = []
+    now_s = 0.0
+    for key, pause_s, amount in steps:
+        now_s += pause_s
+        slot = int(now_s / 4)
+        happened = [(k, n, at) for k, n, at in [*happened, (key, amount, slot)] if at > slot - 3]
+        assert counts.add(key, now_s, amount) == sum(n for k, n, _ in happened if k == key)
+        assert counts.total == sum(n for _, n, _ in happened)
+
+
 def test_all_leaves_after_the_window() -> None:
     """Memory would grow for as long as the router lives."""
     counts: SlidingCounts[int] = SlidingCounts(60.0)
