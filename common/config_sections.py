@@ -299,6 +299,12 @@ class CoreConfig(Section):
     """Processes that hold a part of the model each (on torch), for models too large for one device; 1: whole."""
     compile: bool = False
     """Compile the forward at the start (backends cpu and flex): fewer, larger kernels; CUDA graphs on a GPU."""
+    step_limit_ms: int = Field(default=600_000, ge=0, le=86_400_000)
+    """Milliseconds after which a step that has not returned is given up, with its engine core; 0 waits for ever."""
+    max_restarts: int = Field(default=3, ge=0, le=1_000)
+    """How often in a row an engine core that has ended is started again; ten minutes without an end begin a new row."""
+    restart_pause_ms: int = Field(default=1_000, ge=1, le=60_000)
+    """Milliseconds before the first restart of an engine core; then four times as many each time, up to 60 s."""
     cache_dir: str = ""
     """Directory for converted models; empty is the user's cache directory."""
     keep_packed: bool = True

@@ -641,6 +641,8 @@ class NodeStats:
     """Answers that were computed again, alone (``isolation.replay_rate``)."""
     num_violations: int = 0
     """Of these, the ones that differed."""
+    num_restarts: int = 0
+    """How often the engine core was started again after it had ended by itself."""
 
     @classmethod
     def together(cls, nodes: Sequence[NodeStats]) -> NodeStats:
@@ -660,6 +662,7 @@ class NodeStats:
             num_prefixes=sum(node.num_prefixes for node in nodes),
             num_replayed=sum(node.num_replayed for node in nodes),
             num_violations=sum(node.num_violations for node in nodes),
+            num_restarts=sum(node.num_restarts for node in nodes),
             alive=any(node.alive for node in nodes),
         )
 

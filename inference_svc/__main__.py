@@ -36,6 +36,7 @@ from inference_svc.engine_core import EngineThread, Runner
 from inference_svc.metrics import Leases, WatchedRunner, readings
 from inference_svc.scripted import EchoRunner, ScriptedNode
 from inference_svc.servicer import InferenceServicer
+from inference_svc.step_watch import watch_steps
 from inference_svc.worker import Worker, WorkerSettings
 
 _LOG = logging.getLogger("kev.node")
@@ -43,6 +44,7 @@ _LOG = logging.getLogger("kev.node")
 
 class _Node(Protocol):
     report: IsolationReport
+    device: str
 
     def start(
         self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None
@@ -138,6 +140,12 @@ class NodeProcess:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(worker.run(engine), name="kev-worker")
+                group.create_task(
+                    watch_steps(
+                        engine, self._config.core.step_limit_ms / 1000, SystemClock(), self._node_id, node.device
+                    ),
+                    name="kev-step-watch",
+                )
                 group.create_task(self._tell(node), name="kev-tell")
         finally:
             with suppress(Exception):

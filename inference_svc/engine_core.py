@@ -3,7 +3,8 @@
 Invariants and semantics: everything mutable of the engine belongs to one thread. Other threads talk to it through an
 inbox of small commands, which it empties between steps; events leave through one callback. An error inside a forward
 fails the questions of that forward; a device that is lost or an error in Kev's own books ends the thread, and ``alive``
-turns false: the books are not touched any more, the outcomes of all questions are left to the owner of the thread.
+turns false: the books are not touched any more, the outcomes of all questions are left to the owner of the thread. So
+does a step that does not return, once somebody gives it up; what it gives after that is dropped.
 
 Not here: leases and streams (``worker``), the event loop.
 """
@@ -103,6 +104,8 @@ class EngineThread:
         self._wake = threading.Condition()
         self._stopping = False
         self._failure: EngineDeadError | None = None
+        self._num_steps = 0
+        self._in_step = False
         self._thread = threading.Thread(target=self._run, name="kev-engine", daemon=True)
 
     @property
@@ -114,6 +117,16 @@ class EngineThread:
     def failure(self) -> EngineDeadError | None:
         """Set when the thread has ended by itself; ``on_events`` is then called a last time, with nothing."""
         return self._failure
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """Number of the step that is being taken, from 1; None between steps."""
+        return self._num_steps if self._in_step else None
+
+    @property
+    def has_ended(self) -> bool:
+        """The thread does nothing any more, not even a step that was given up."""
+        return not self._thread.is_alive()
 
     def start(self) -> None:
         """Start taking steps."""
@@ -141,12 +154,25 @@ class EngineThread:
         if self.alive:
             self._command(end)
 
+    def abandon(self, error: EngineDeadError) -> None:
+        """End as if the step in flight had failed, though it has not returned; it is the thread's last one."""
+        with self._wake:
+            if self._failure is not None:
+                return
+            self._failure = error
+            self._wake.notify()
+        self._on_events([])
+
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the step in flight; questions still running get an error outcome."""
+        """End the thread after the step in flight; questions still running get an error outcome.
+
+        One that was given up is not waited for.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if self._thread.is_alive():
+        given_up = self._failure is not None and self._in_step
+        if self._thread.is_alive() and not given_up:
             self._thread.join(timeout_s)
 
     def _command(self, command: Callable[[Scheduler], object]) -> None:
@@ -159,23 +185,31 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._obey():
-                self._report(self._core.step())
+                self._report(self._stepped())
             self._report(self._core.fail_all(EngineDeadError("the engine was shut down")))
         except Exception as error:
             _LOG.exception("the engine thread ends")
             told = EngineDeadError("the engine has ended after an internal error; restart Kev")
-            with self._wake:
-                self._failure = error if isinstance(error, EngineDeadError) else told
-            self._on_events([])
+            self.abandon(error if isinstance(error, EngineDeadError) else told)
+
+    def _stepped(self) -> list[ChannelEvent]:
+        self._num_steps += 1
+        self._in_step = True
+        try:
+            return self._core.step()
+        finally:
+            self._in_step = False
 
     def _obey(self) -> bool:
         """Carry out waiting commands, sleeping while there is nothing to do. False: stop."""
         core, scheduler = self._core, self._core.scheduler
         with self._wake:
-            while not self._inbox and not core.has_work and not self._stopping:
+            while not self._inbox and not core.has_work and not self._stopping and self._failure is None:
                 self._wake.wait()
             if not self._inbox and not scheduler.num_running and not core.is_replaying and not self._stopping:
                 self._wake.wait(_IDLE_WAIT_S)
+            if self._failure is not None:
+                raise self._failure
             commands, self._inbox = self._inbox, deque()
             stopping = self._stopping
         for command in commands:
@@ -183,7 +217,7 @@ class EngineThread:
         return not stopping
 
     def _report(self, events: list[ChannelEvent]) -> None:
-        if events:
+        if events and self._failure is None:
             self._on_events(events)
 
 

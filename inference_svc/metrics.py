@@ -95,3 +95,4 @@ def readings(report: IsolationReport | None, stats: NodeStats | None, num_held: 
         yield Reading(names.PREFIXES, stats.num_prefixes)
         yield Reading(names.REPLAYS, stats.num_replayed)
         yield Reading(names.VIOLATIONS, stats.num_violations)
+        yield Reading(names.RESTARTS, stats.num_restarts)

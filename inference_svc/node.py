@@ -1,8 +1,9 @@
 """A node: model, KV cache, scheduler and engine thread put together, with its isolation report.
 
 Invariants and semantics: a node is built once, probed before it serves (shortly, where the whole probe has passed on
-this machine with this build before) and closed once. It *fails closed*: where the
-probe fails or the backend cannot keep bits, levels are reported as unverified and ``strict`` is refused.
+this machine with this build before) and closed once; after its thread has ended by itself it may be renewed. It *fails
+closed*: where the probe fails or the backend cannot keep bits, levels are reported as unverified and ``strict`` is
+refused.
 
 Not here: leases and streams (``worker``), loading weights (``model_loader``).
 """
@@ -71,8 +72,41 @@ class Node:
             IsolationUnavailableError: the deployment's level cannot be kept here.
         """
         self.model = model
+        self.device = str(model.device)
+        self.restartable = model.ranks is None
+        """Whether ``renew`` may help: the parts of a spread model cannot do without each other."""
         self._settings = settings
-        shapes = model.shapes(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
+        self._clock = clock
+        self._shapes = model.shapes(settings.max_slots, settings.prefill_rows, settings.segment_tokens)
+        self._forward_log = ForwardLog(settings.forward_log)
+        self._lay_out()
+        probe, cached_at = _probed(self.bench, model, settings, clock)
+        self.report = _report(model, self._shapes, probe, cached_at)
+        verdict = dict(self.report.levels)[settings.level]
+        if settings.level is IsolationLevel.STRICT and verdict is not Verdict.BITWISE:
+            raise IsolationUnavailableError(self.report.reason)
+        self._open_books()
+        self.thread: EngineThread | None = None
+
+    def renew(self) -> None:
+        """Make everything anew over the same weights: the engine thread has ended by itself, so its books may be wrong.
+
+        Blocking.
+
+        Raises:
+            IsolationUnavailableError: isolation was kept here before, and is no more.
+            KevError: the model cannot run at all any more.
+        """
+        self._lay_out()
+        if not self.report.strict_refusal and not recheck_isolation(self.bench):
+            raise IsolationUnavailableError(
+                f"after its restart a question on {self.device} gets other bits in company than alone; run kev verify"
+            )
+        self._open_books()
+
+    def _lay_out(self) -> None:
+        """An empty arena, and a forward over it."""
+        model, settings = self.model, self._settings
         alignment = model.alignment_positions
         num_positions = model.geometry.num_positions(
             settings.kv_cache_bytes, settings.max_slots, model.max_context, alignment
@@ -84,21 +118,19 @@ class Node:
             )
         self.ledger = KVLedger(num_positions, alignment)
         self.cache = KVCache(model.geometry, num_positions, model.dtype, model.device)
-        self._forward_log = ForwardLog(settings.forward_log)
-        forward = model.forward_over(self.cache, shapes)
-        quiet = ModelRunner(forward, self.ledger, Sampler(settings.eos_ids), ForwardLog())
+        self._forward = model.forward_over(self.cache, self._shapes)
+        quiet = ModelRunner(self._forward, self.ledger, Sampler(settings.eos_ids), ForwardLog())
         self.bench = Bench(
-            quiet, self.cache, self.ledger, shapes, settings.max_slots, model.max_context, model.vocab_size
+            quiet, self.cache, self.ledger, self._shapes, settings.max_slots, model.max_context, model.vocab_size
         )
-        probe, cached_at = _probed(self.bench, model, settings, clock)
-        self.report = _report(model, shapes, probe, cached_at)
-        verdict = dict(self.report.levels)[settings.level]
-        if settings.level is IsolationLevel.STRICT and verdict is not Verdict.BITWISE:
-            raise IsolationUnavailableError(self.report.reason)
+
+    def _open_books(self) -> None:
+        """Scheduler, runner and replays, with nothing in them."""
+        model, settings, clock = self.model, self._settings, self._clock
         scheduler_settings = SchedulerSettings(
             node_id=settings.node_id,
             max_slots=settings.max_slots,
-            shapes=shapes,
+            shapes=self._shapes,
             max_context=model.max_context,
             reserve_context=settings.kv_cache is KVCacheMode.UNIFIED,
             keep_prefixes=settings.kv_cache is KVCacheMode.SHARED_READONLY,
@@ -107,13 +139,12 @@ class Node:
             unverified=frozenset(level for level, found in self.report.levels if found is not Verdict.BITWISE),
         )
         self.scheduler = Scheduler(scheduler_settings, self.ledger, clock, self.cache.scrub)
-        self.runner = ModelRunner(forward, self.ledger, Sampler(settings.eos_ids), self._forward_log)
+        self.runner = ModelRunner(self._forward, self.ledger, Sampler(settings.eos_ids), self._forward_log)
         self._replayer: Replayer | None = None
         if settings.replay_rate:
             self._replayer = Replayer(
                 settings.replay_rate, self.runner, self.ledger, scheduler_settings, clock, self.cache.scrub
             )
-        self.thread: EngineThread | None = None
 
     def start(
         self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None

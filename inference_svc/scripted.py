@@ -39,6 +39,11 @@ class ScriptedRunner:
         self._num_given: dict[int, int] = {}
         self.num_steps = 0
 
+    def forget(self) -> None:
+        """Forget every question."""
+        self._answers.clear()
+        self._num_given.clear()
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """One token for every question that wants one."""
         self.num_steps += 1
@@ -60,18 +65,21 @@ class ScriptedNode:
     def __init__(self, config: Config, runner: ScriptedRunner, clock: Clock, node_id: str = "scripted-0") -> None:
         slots = config.router.max_parallel_queries
         shapes = ForwardShapes.of(slots, config.core.prefill_rows, config.core.segment_tokens)
-        settings = SchedulerSettings(
+        self._settings = SchedulerSettings(
             node_id=node_id,
             max_slots=slots,
             shapes=shapes,
             max_context=config.core.max_context,
             unverified=frozenset(),
         )
-        self.ledger = KVLedger(slots * config.core.max_context)
+        self.device = "scripted"
+        self.restartable = True
+        self._num_positions = slots * config.core.max_context
         self._max_slots = slots
         self._node_id = node_id
-        self._scheduler = Scheduler(settings, self.ledger, clock, lambda extent: None)
+        self._clock = clock
         self._runner = runner
+        self.renew()
         self._thread: EngineThread | None = None
         self.report = IsolationReport(
             levels=tuple((level, Verdict.BITWISE) for level in IsolationLevel),
@@ -85,6 +93,12 @@ class ScriptedNode:
             prefix_independent=True,
             fingerprint="scripted",
         )
+
+    def renew(self) -> None:
+        """Empty books."""
+        self.ledger = KVLedger(self._num_positions)
+        self._scheduler = Scheduler(self._settings, self.ledger, self._clock, lambda extent: None)
+        self._runner.forget()
 
     def start(
         self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None

@@ -181,19 +181,7 @@ class Worker:
             await self._leave([lease], error, engine)
 
     def _failed(self, lease: Lease, error: KevError) -> Report:
-        item = lease.item
-        result = ChannelResult(
-            request_id=item.request_id,
-            question_index=item.question_index,
-            channel_id=item.channel_id,
-            finish_reason=FinishReason.ERROR,
-            num_prompt_tokens=len(item.prompt.ids),
-            finished_at=self._clock.time(),
-            attempt=lease.attempt,
-            node_id=self._settings.node_id,
-            error=error.info,
-        )
-        return Report(lease=lease, events=(result,))
+        return failed(lease, error, self._clock.time(), self._settings.node_id)
 
     async def _report_loop(self, engine: EngineThread) -> None:
         """Report what there is, one call at a time; what found no room goes again with what has come since."""
@@ -295,3 +283,20 @@ class Worker:
                     raise
                 _LOG.warning("the work streams cannot be reached; trying again: %s", error)
                 await asyncio.sleep(_RETRY_PAUSE_S)
+
+
+def failed(lease: Lease, error: KevError, at_s: float, node_id: str) -> Report:
+    """The report that a question ended with an error before it gave anything."""
+    item = lease.item
+    result = ChannelResult(
+        request_id=item.request_id,
+        question_index=item.question_index,
+        channel_id=item.channel_id,
+        finish_reason=FinishReason.ERROR,
+        num_prompt_tokens=len(item.prompt.ids),
+        finished_at=at_s,
+        attempt=lease.attempt,
+        node_id=node_id,
+        error=error.info,
+    )
+    return Report(lease=lease, events=(result,))

@@ -134,6 +134,7 @@ class AsyncEngine:
         tiers = self._started()
         if options.get("request_id") is None:
             self._check_alive()
+            tiers.cores.check_hope()
             tenant = options.get("tenant")
             tiers.entrance.check_room(tenant if isinstance(tenant, str) else "")
         spec = parse_request(queries, options, self._rules)
@@ -216,11 +217,12 @@ class AsyncEngine:
         """Return if requests would be answered now.
 
         Raises:
-            EngineDeadError: the engine has ended.
+            EngineDeadError: the engine has ended, or none of its cores runs at this moment.
         """
-        self._started()
+        tiers = self._started()
         await asyncio.sleep(0)
         self._check_alive()
+        tiers.cores.check_ready()
 
     async def close(self) -> None:
         """Stop; questions still running get an error outcome. A second call does nothing."""

@@ -24,6 +24,17 @@ class EmbeddedNode(Protocol):
     """What an engine needs of an inference node (``inference_svc.node.Node``; ``kev.testing.ScriptedNode``)."""
 
     report: IsolationReport
+    device: str
+    restartable: bool
+    """Whether ``renew`` may help after its thread has ended by itself."""
+
+    def renew(self) -> None:
+        """Make everything but the weights anew, and see that isolation holds; before it starts again. Blocking.
+
+        Raises:
+            KevError: it cannot run any more.
+        """
+        ...
 
     def start(
         self, on_events: Callable[[list[ChannelEvent]], None], watch: Callable[[Runner], Runner] | None = None

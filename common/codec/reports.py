@@ -49,6 +49,7 @@ def encode_node_stats(value: NodeStats) -> pb.NodeStats:
         num_prefixes=value.num_prefixes,
         num_replayed=value.num_replayed,
         num_violations=value.num_violations,
+        num_restarts=value.num_restarts,
         alive=value.alive,
     )
 
@@ -68,6 +69,7 @@ def decode_node_stats(message: pb.NodeStats) -> NodeStats:
         num_prefixes=message.num_prefixes,
         num_replayed=message.num_replayed,
         num_violations=message.num_violations,
+        num_restarts=message.num_restarts,
         alive=message.alive,
     )
 

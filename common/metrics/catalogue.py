@@ -208,6 +208,9 @@ REPLAYS = _read_counter(Tier.INFERENCE, "kev_node_replays_total", "Answers that 
 VIOLATIONS = _read_counter(
     Tier.INFERENCE, "kev_node_isolation_violations_total", "Replays that gave other bits than the answer in company."
 )
+RESTARTS = _read_counter(
+    Tier.INFERENCE, "kev_node_restarts_total", "Engine cores that had ended by themselves and were started again."
+)
 LOST_ENTRIES = _read_counter(
     Tier.INFERENCE, "kev_node_lost_entries_total", "Leased entries that somebody else deleted from the store."
 )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,27 +18,28 @@ from common.errors import ConfigError, EngineDeadError, IsolationUnavailableErro
 from common.types import FinishReason, Result, StreamEventType
 from inference_svc import loading
 from inference_svc.devices import engine_devices, threads_per_core
+from inference_svc.node import Node
 from inference_svc.plan import StepOutput, StepPlan
 from kev.engine import AsyncEngine, Engine
-from kev.parts import EngineParts
+from kev.parts import EngineParts, load_parts
 from kev.plan import PlanOptions, make_plan
 from kev.testing import ScriptedNode, byte_tokenizer
-from tests.integration.scripted_runners import GuidedRunner, leftovers, until, until_idle
+from tests.integration.scripted_runners import GuidedRunner, leftovers, prompts_of, until, until_idle
 from tests.integration.test_engine import engine_threads
 from tests.integration.tiny_checkpoint import save_checkpoint, settings_for
 
 ROOT = Path(__file__).parents[2]
 
 
-def config(num_cores: int, **sections: dict[str, object]) -> Config:
+def config(num_cores: int, **core: object) -> Config:
     deploy = {"mode": "multi_gpu", "workers": num_cores}
     router = {"max_parallel_queries": 4, "channel_pool_size": 8}
-    return load_config({"kev": {"deploy": deploy, "router": router, **sections}}, env={})
+    return load_config({"kev": {"deploy": deploy, "router": router, "core": {"max_restarts": 0, **core}}}, env={})
 
 
 @asynccontextmanager
-async def scripted_cores(runners: Sequence[GuidedRunner]) -> AsyncIterator[AsyncEngine]:
-    loaded, clock = config(len(runners)), SystemClock()
+async def scripted_cores(runners: Sequence[GuidedRunner], **core: object) -> AsyncIterator[AsyncEngine]:
+    loaded, clock = config(len(runners), **core), SystemClock()
     nodes = tuple(ScriptedNode(loaded, runner, clock, f"core-{i}") for i, runner in enumerate(runners))
     async with AsyncEngine(loaded, EngineParts(byte_tokenizer(), nodes), clock) as engine:
         try:
@@ -66,8 +68,7 @@ def fail_with(error: BaseException, prompt: str = "") -> Callable[[StepPlan], No
     """What a runner does before a forward: fails when the prompt takes part in it, always without one."""
 
     def fail(plan: StepPlan) -> None:
-        prompts = [bytes(i - 3 for i in segment.prompt_ids if i >= 3).decode() for segment in plan.segments]
-        if prompt in prompts or not prompt:
+        if prompt in prompts_of(plan) or not prompt:
             raise error
 
     return fail
@@ -321,6 +322,192 @@ async def test_the_end_of_the_last_core_ends_the_engine(runners: list[GuidedRunn
         [found] = outcome
         reasons = {r.error.reason for r in found if r.error} if isinstance(found, list) else {"ENGINE_DEAD"}
         assert reasons <= {"ENGINE_DEAD", "NODE_DRAINING"} and reasons
+
+
+# ---- a core starts again
+
+AT_ONCE: dict[str, object] = {"max_restarts": 2, "restart_pause_ms": 1}
+
+
+def fail_times(count: int, prompt: str = "") -> Callable[[StepPlan], None]:
+    """Ends the engine so many times, then no more."""
+    left = [count]
+    fail = fail_with(EngineDeadError("the device is gone"), prompt)
+
+    def fail_while_left(plan: StepPlan) -> None:
+        if left[0]:
+            left[0] -= prompt in prompts_of(plan) or not prompt
+            fail(plan)
+
+    return fail_while_left
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+async def test_a_core_that_has_ended_starts_again_and_no_question_is_lost(
+    num_cores: int, runners: list[GuidedRunner]
+) -> None:
+    """Its place would stay empty, and what it held unanswered, until somebody restarts the process."""
+    async with scripted_cores(runners[:num_cores], **AT_ONCE) as engine:
+        await engine.ready()
+        runners[0].before = fail_times(1)
+        questions = [f"question {i}" for i in range(8)]
+        results = await engine.ask(questions, timeout_ms=60_000)
+        assert [result.text for result in results] == questions
+        assert {result.attempt for result in results} == {1, 2}
+        await until(lambda: engine._tiers is not None and engine._tiers.cores.stats()[0].alive)
+        stats = await until_idle(engine)
+        assert [node.alive for node in stats.nodes] == [True] * num_cores
+        assert stats.nodes[0].num_restarts == stats.node.num_restarts == 1
+        await engine.ready()
+
+
+def test_a_core_that_starts_again_gives_the_same_bits(checkpoint: Path) -> None:
+    """Something of the core that ended, or of its neighbours, would be in the answers of the new one."""
+    loaded = load_config(settings_for(checkpoint, core={"backend": "auto", "restart_pause_ms": 1}), env={})
+    parts = load_parts(loaded, SystemClock(), print)
+    [node] = parts.nodes
+    assert isinstance(node, Node)
+    with Engine(AsyncEngine(loaded, parts)) as engine:
+        before = engine.ask(QUESTIONS, timeout_ms=60_000)
+        execute, plans = node.runner.execute, count()
+
+        def fail_in_mid_answer(plan: StepPlan) -> StepOutput:
+            if next(plans) == 3:
+                raise EngineDeadError("the device is gone")
+            return execute(plan)
+
+        node.runner.execute = fail_in_mid_answer  # type: ignore[method-assign]
+        after = engine.ask(QUESTIONS, timeout_ms=60_000)
+        assert engine.stats().node.num_restarts == 1
+    assert [bits(result) for result in after] == [bits(result) for result in before]
+    assert {result.attempt for result in after} == {1, 2}
+
+
+async def test_a_question_that_ends_the_only_core_twice_is_an_error(runners: list[GuidedRunner]) -> None:
+    """It would end the core again and again; everybody else is answered."""
+    async with scripted_cores(runners[:1], **AT_ONCE) as engine:
+        runners[0].before = fail_times(2, prompt="poison")
+        questions = ["poison", *(f"question {i}" for i in range(6))]
+        poison, *others = await engine.ask(questions, timeout_ms=60_000)
+        assert [result.text for result in others] == questions[1:]
+        assert poison.error is not None and poison.error.reason == "ENGINE_DEAD"
+        assert (await engine.stats()).node.num_restarts == 2
+
+
+async def test_when_all_restarts_are_spent_the_engine_ends(runners: list[GuidedRunner]) -> None:
+    """It would go on for ever without ever answering."""
+    async with scripted_cores(runners[:1], **AT_ONCE) as engine:
+        await engine.ready()
+        runners[0].before = fail_with(EngineDeadError("the device is gone"))
+        reasons: set[str] = set()
+        async with asyncio.timeout(20):
+            while engine._task is not None and not engine._task.done():
+                [outcome] = await asyncio.gather(engine.ask(["a"], timeout_ms=60_000), return_exceptions=True)
+                reasons |= {r.error.reason for r in outcome if r.error} if isinstance(outcome, list) else set()
+        assert reasons <= {"ENGINE_DEAD", "NODE_DRAINING"}
+        with pytest.raises(EngineDeadError):
+            await engine.ready()
+        assert (await engine.stats()).node.num_restarts == 2
+
+
+async def test_a_core_that_cannot_be_renewed_uses_up_its_restarts(
+    runners: list[GuidedRunner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that is gone, or that gives other bits now, would be tried for ever, or be trusted."""
+
+    def broken(_: ScriptedNode) -> None:
+        raise IsolationUnavailableError("other bits in company than alone")
+
+    async with scripted_cores(runners[:2], **AT_ONCE) as engine:
+        await engine.ready()
+        monkeypatch.setattr(ScriptedNode, "renew", broken)
+        runners[0].before = fail_times(1)
+        results = await engine.ask([f"question {i}" for i in range(8)], timeout_ms=60_000)
+        assert all(result.error is None for result in results)
+        await until(lambda: "stays away" in caplog.text)
+        assert [node.alive for node in (await engine.stats()).nodes] == [False, True]
+        assert caplog.text.count("could not be started again") >= 2
+
+
+async def test_while_no_core_runs_the_engine_is_not_ready_and_what_comes_waits(runners: list[GuidedRunner]) -> None:
+    """A load balancer would send questions on; those that are there would be refused."""
+    async with scripted_cores(runners[:1], max_restarts=1, restart_pause_ms=300) as engine:
+        await engine.ready()
+        runners[0].before = fail_times(1)
+        asked = asyncio.create_task(engine.ask(["a"], timeout_ms=60_000))
+        cores = engine._tiers.cores if engine._tiers is not None else None
+        assert cores is not None
+        await until(lambda: not cores.stats()[0].alive and not cores._group.has_others(""))
+        with pytest.raises(EngineDeadError, match="starts again"):
+            await engine.ready()
+        late = asyncio.create_task(engine.ask(["late"], timeout_ms=60_000))
+        assert [result.text for result in (*await asked, *await late)] == ["a", "late"]
+        await engine.ready()
+
+
+# ---- a step that does not return
+
+HANGING: dict[str, object] = {"max_restarts": 1, "restart_pause_ms": 1, "step_limit_ms": 100}
+
+
+async def test_the_questions_of_a_core_that_hangs_are_answered_by_the_others(
+    runners: list[GuidedRunner], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would wait for ever, though other devices are well; it comes back once its step returns."""
+    async with scripted_cores(runners[:2], **HANGING) as engine:
+        await all_wait(engine)
+        runners[0].gate.clear()
+        questions = [f"question {i}" for i in range(8)]
+        results = await engine.ask(questions, timeout_ms=60_000)
+        assert [result.text for result in results] == questions
+        assert {result.node_id for result in results} == {"core-1"}
+        assert "of core-0 on scripted has not returned" in caplog.text
+        stats = await engine.stats()
+        assert [node.alive for node in stats.nodes] == [False, True] and not stats.node.num_restarts
+        await engine.ready()
+        runners[0].gate.set()
+        await until(lambda: engine._tiers is not None and engine._tiers.cores.stats()[0].alive)
+        assert [result.text for result in await engine.ask(questions)] == questions
+        assert (await until_idle(engine)).nodes[0].num_restarts == 1
+
+
+async def test_the_only_core_that_hangs_fails_its_questions_and_the_engine_is_not_ready(
+    runners: list[GuidedRunner],
+) -> None:
+    """Callers would wait for a device that does nothing any more, and more would be sent to it."""
+    async with scripted_cores(runners[:1], **HANGING) as engine:
+        await engine.ready()
+        runners[0].gate.clear()
+        results = await engine.ask(["a", "a", "b"], timeout_ms=60_000)
+        assert {result.error.reason for result in results if result.error} == {"ENGINE_DEAD"}
+        assert all(result.error and "core.step_limit_ms" in result.error.message for result in results)
+        with pytest.raises(EngineDeadError, match="has not returned"):
+            await engine.ready()
+        with pytest.raises(EngineDeadError, match="has not returned"):
+            await engine.submit(["more"])
+        runners[0].gate.set()
+        await until(lambda: engine._tiers is not None and engine._tiers.cores.stats()[0].alive)
+        await engine.ready()
+        assert [result.text for result in await engine.ask(["more"])] == ["more"]
+
+
+async def test_steps_that_take_their_time_are_not_given_up(runners: list[GuidedRunner]) -> None:
+    """Many steps, each within its limit, are not one long step."""
+    async with scripted_cores(runners[:1], **HANGING) as engine:
+        runners[0].step_s = 0.02
+        assert [result.text for result in await engine.ask(["a question of twenty"])] == ["a question of twenty"]
+        stats = await until_idle(engine)
+        assert stats.node.alive and not stats.node.num_restarts
+
+
+async def test_an_engine_that_hangs_can_be_closed(runners: list[GuidedRunner]) -> None:
+    """Closing would wait for the step."""
+    async with scripted_cores(runners[:1], **HANGING) as engine:
+        await engine.ready()
+        runners[0].gate.clear()
+        await engine.ask(["a"], timeout_ms=60_000)
+        async with asyncio.timeout(10):
+            await engine.close()
 
 
 # ---- the end

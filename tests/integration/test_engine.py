@@ -46,7 +46,7 @@ def config(**sections: dict[str, object]) -> dict[str, object]:
     return {"kev": sections}
 
 
-LONG = {"max_tokens": 256}
+LONG = {"max_tokens": 256, "max_restarts": 0}
 SMALL = config(router={"max_parallel_queries": 2, "channel_pool_size": 4}, core=LONG)
 
 

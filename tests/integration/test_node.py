@@ -61,6 +61,22 @@ def test_a_lower_level_runs_without_the_promise() -> None:
     node.close()
 
 
+def test_a_renewed_node_must_still_keep_questions_apart() -> None:
+    """After a fault of the device it would serve under a promise that it was given before."""
+    model = loaded_model("llama")
+    module = copy.deepcopy(model.module)
+    assert module is not None
+    node = Node(replace(model, module=module), SETTINGS, SystemClock())
+    former = node.ledger, node.cache, node.scheduler
+    node.renew()
+    assert not any(part is old for part, old in zip((node.ledger, node.cache, node.scheduler), former, strict=True))
+    assert node.ledger.num_held == 0
+    module.model.norm.register_forward_hook(lambda _m, _i, output: output + 1e-6 * output.mean(dim=1, keepdim=True))
+    with pytest.raises(IsolationUnavailableError, match="after its restart"):
+        node.renew()
+    node.close()
+
+
 def test_a_budget_without_room_for_one_position_is_refused() -> None:
     """The message names the setting and the least that would do."""
     with pytest.raises(ConfigError, match=r"kv_cache_bytes 5 .* at least \d+"):

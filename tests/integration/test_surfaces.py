@@ -442,7 +442,7 @@ async def test_a_busy_engine_still_hears(runner: GuidedRunner) -> None:
 
 async def test_a_dead_engine_is_alive_but_not_ready(runner: GuidedRunner) -> None:
     """A process whose engine is dead keeps its traffic, or answers 500 with an internal id."""
-    async with scripted_engine(str, runner=runner) as engine:
+    async with scripted_engine(str, {"kev": {"core": {"max_restarts": 0}}}, runner=runner) as engine:
         await engine.ready()
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://kev") as client:
