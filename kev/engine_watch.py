@@ -20,7 +20,7 @@ from common.watched_work import WatchedWork
 from inference_svc import metrics as node_metrics
 from inference_svc.engine_core import Runner
 from router_svc import metrics as router_metrics
-from router_svc.metrics import Router
+from router_svc.entrance import Router
 
 if TYPE_CHECKING:
     from common.telemetry import Telemetry

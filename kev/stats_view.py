@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from common.errors import KevError
-from common.types import BreakerState, ChannelSnapshot, Diversion, HeatUnit, HotSpot, HotSpotKind, RouterStats
+from common.types import BreakerState, ChannelSnapshot, Diversion, RouterStats
 from kev.gateway.encoding import encode
 from kev.live_table import printable
 from kev.stats import Picture
+from router_svc.hot_spots import in_words
 
 _MAX_CHANNELS = 32
 _MAX_BUCKETS = 8
@@ -76,7 +77,7 @@ def render(picture: Picture) -> RenderableType:
     parts: list[RenderableType] = [_totals(picture), _channels(picture.channels)]
     if router.bucket_heat:
         parts.append(_heat(router))
-    parts += [_hot_spot(spot, router) for spot in router.hot_spots]
+    parts += [Text(printable(f"hot spot: {in_words(spot)}; {spot.remedy}"), style="red") for spot in router.hot_spots]
     return Group(*parts)
 
 
@@ -140,17 +141,6 @@ def _heat(router: RouterStats) -> Table:
         bars = (_bar(share, 1.0, label=f"{share:.0%}") for share in shares)
         table.add_row(heat.strategy.value, str(heat.hash_bucket), *bars)
     return table
-
-
-def _hot_spot(spot: HotSpot, router: RouterStats) -> Text:
-    what = f"channel {spot.channel_id}"
-    if spot.kind is HotSpotKind.BUCKET:
-        what = f"bucket {spot.hash_bucket} of {spot.strategy} (channel {spot.channel_id})"
-    share = f"{spot.share:.0%} of the questions"
-    if spot.hot_by is HeatUnit.TOKENS:
-        share = f"{spot.token_share:.0%} of the tokens, in {spot.share:.0%} of the questions,"
-    told = f"hot spot: {what} has {share} of the last {router.window_ms / 1000:g} s; {spot.remedy}"
-    return Text(printable(told), style="red")
 
 
 def _bar(value: float, most: float, label: str | None = None) -> str:

@@ -19,7 +19,7 @@ Not here: logs and metrics, where a question goes (``channels``), clocks (time i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from common.types import BucketHeat, HeatUnit, HotSpot, HotSpotKind, Strategy
@@ -116,7 +116,7 @@ class HotSpots:
         explained = {spot.channel_id for spot in found.values()}
         total = Recent(sum(each.num_questions for each in recent), sum(each.num_tokens for each in recent))
         for channel_id, mine in enumerate(recent):
-            spot = None if channel_id in explained else self._channel_spot(channel_id, mine, total)
+            spot = None if channel_id in explained else self._spot(channel_id, channel_id, mine, total)
             if spot is not None:
                 found[channel_id] = spot
         before, self._known = self._known, found
@@ -144,38 +144,26 @@ class HotSpots:
         return HeatUnit.TOKENS if of_tokens >= share and mine.num_questions >= self._min_long else None
 
     def _bucket_spot(self, key: _Bucket) -> HotSpot | None:
-        share = self._end_share if key in self._known else self._begin_share
-        mine, total, (strategy, bucket) = self._of(key), self.recent, key
-        hot_by = self._hot_by(mine, total, share)
-        if hot_by is None:
+        strategy, bucket = key
+        spot = self._spot(key, self._homes[key], self._of(key), self.recent)
+        if spot is None:
             return None
-        of_questions, of_tokens = _shares(mine, total)
-        return HotSpot(
-            kind=HotSpotKind.BUCKET,
-            channel_id=self._homes[key],
-            num_questions=mine.num_questions,
-            share=of_questions,
-            num_tokens=mine.num_tokens,
-            token_share=of_tokens,
-            hot_by=hot_by,
-            remedy=_remedy(strategy, hot_by, self._settings),
-            strategy=strategy,
-            hash_bucket=bucket,
-        )
+        remedy = _remedy(strategy, spot.hot_by, self._settings)
+        return replace(spot, kind=HotSpotKind.BUCKET, strategy=strategy, hash_bucket=bucket, remedy=remedy)
 
-    def _channel_spot(self, channel_id: int, mine: Recent, total: Recent) -> HotSpot | None:
-        share = self._end_share if channel_id in self._known else self._begin_share
-        hot_by = self._hot_by(mine, total, share)
+    def _spot(self, key: _Spot, channel_id: int, mine: Recent, total: Recent) -> HotSpot | None:
+        """A channel, or what a strategy sends there, with this part of the window; None: it is not hot."""
+        hot_by = self._hot_by(mine, total, self._end_share if key in self._known else self._begin_share)
         if hot_by is None:
             return None
-        of_questions, of_tokens = _shares(mine, total)
+        share, token_share = _shares(mine, total)
         return HotSpot(
             kind=HotSpotKind.CHANNEL,
             channel_id=channel_id,
             num_questions=mine.num_questions,
-            share=of_questions,
+            share=share,
             num_tokens=mine.num_tokens,
-            token_share=of_tokens,
+            token_share=token_share,
             hot_by=hot_by,
             remedy=_channel_remedy(hot_by, self._settings),
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 from common.ending import Ending
 from common.errors import KevError
@@ -29,6 +28,7 @@ from common.types import (
     WorkItem,
 )
 from common.watched_work import WorkWatcher
+from router_svc.entrance import Router
 
 ACCEPTED = "accepted"
 ABANDONED = "abandoned"
@@ -36,26 +36,6 @@ ABANDONED = "abandoned"
 _STATES = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 _OF_THE_MOMENT = frozenset({Diversion.QUEUE_LENGTH, Diversion.FULL})
 _MAX_RANKS = 8
-
-
-class Router(Protocol):
-    """What is watched (``router_svc.service.RouterService``)."""
-
-    def check_room(self, tenant: str = "") -> None:
-        """Refuse before anything is spent."""
-        ...
-
-    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
-        """Accept a request; whether it is new."""
-        ...
-
-    def channels(self) -> list[ChannelSnapshot]:
-        """The channel pool."""
-        ...
-
-    def stats(self) -> RouterStats:
-        """Counters."""
-        ...
 
 
 class WatchedRouter:

@@ -35,41 +35,20 @@ from common.grpc_interceptors import Context
 from common.grpc_options import NEW_ID_KEY
 from common.request import RequestRules, parse_request
 from common.types import (
-    ChannelSnapshot,
     FinishReason,
     IsolationLevel,
     IsolationReport,
     NodeStats,
     RequestSpec,
     RequestView,
-    RouterStats,
     StreamEvent,
     Verdict,
 )
 from kev.v1 import router_service_pb2 as pb
 from kev.v1 import router_service_pb2_grpc as stubs
+from router_svc.entrance import Router
 
 _log = logging.getLogger(__name__)
-
-
-class Router(Protocol):
-    """What the servicer needs of the router (``router_svc.service.RouterService``)."""
-
-    def check_room(self, tenant: str = "") -> None:
-        """Refuse before anything is spent."""
-        ...
-
-    async def accept(self, spec: RequestSpec, *, has_new_id: bool = False) -> bool:
-        """Accept a request; whether it is new."""
-        ...
-
-    def channels(self) -> list[ChannelSnapshot]:
-        """The channel pool."""
-        ...
-
-    def stats(self) -> RouterStats:
-        """Counters."""
-        ...
 
 
 class Results(Protocol):

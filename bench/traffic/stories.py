@@ -134,6 +134,16 @@ def _kind(name: str, share: float, wording: Wording, prompt: Lengths = _FAQ, ans
     return Kind(name=name, share=share, prompt=prompt, answer=answer, wording=wording)
 
 
+def _without_breaker(strategy: Strategy) -> Case:
+    """Traffic as it was told, and a router that diverts nothing."""
+    return Case(label=f"{strategy}, no breaker", world="told", strategy=strategy, router=NO_BREAKER)
+
+
+def _with_breaker(strategy: Strategy, router: RouterSettings = ROUTER) -> Case:
+    """Traffic as it was told, and a router that diverts."""
+    return Case(label=f"{strategy}, breaker", world="told", strategy=strategy, router=router)
+
+
 def _mixed() -> Story:
     """Seed, chapter 2.1: round robin while 20 % of the questions make 80 % of the load."""
     short = _kind("short", 0.8, _ANYTHING, _SHORT, Lengths(median=16, spread=0.5))
@@ -145,9 +155,9 @@ def _mixed() -> Story:
         worlds={"calm": _mix(0.8 * 0.2, short), "told": _mix(0.8, short, long)},
         cases=(
             Case(label="only the short ones", world="calm", strategy=Strategy.ROUND_ROBIN, router=NO_BREAKER),
-            Case(label="round_robin, no breaker", world="told", strategy=Strategy.ROUND_ROBIN, router=NO_BREAKER),
+            _without_breaker(Strategy.ROUND_ROBIN),
             Case(label="length_aware", world="told", strategy=Strategy.LENGTH_AWARE),
-            Case(label="round_robin, breaker", world="told", strategy=Strategy.ROUND_ROBIN),
+            _with_breaker(Strategy.ROUND_ROBIN),
         ),
     )
 
@@ -170,18 +180,11 @@ def _hot() -> Story:
         },
         cases=(
             Case(label="even load", world="calm", strategy=Strategy.SEMANTIC_HASH),
-            Case(label="semantic_hash, no breaker", world="told", strategy=Strategy.SEMANTIC_HASH, router=NO_BREAKER),
-            Case(
-                label="consistent_hash, no breaker", world="told", strategy=Strategy.CONSISTENT_HASH, router=NO_BREAKER
-            ),
-            Case(
-                label="prebucket, breaker",
-                world="told",
-                strategy=Strategy.PREBUCKET,
-                router=replace(ROUTER, prebucket_classes=classes),
-            ),
-            Case(label="semantic_hash, breaker", world="told", strategy=Strategy.SEMANTIC_HASH),
-            Case(label="consistent_hash, breaker", world="told", strategy=Strategy.CONSISTENT_HASH),
+            _without_breaker(Strategy.SEMANTIC_HASH),
+            _without_breaker(Strategy.CONSISTENT_HASH),
+            _with_breaker(Strategy.PREBUCKET, replace(ROUTER, prebucket_classes=classes)),
+            _with_breaker(Strategy.SEMANTIC_HASH),
+            _with_breaker(Strategy.CONSISTENT_HASH),
         ),
     )
 
@@ -199,9 +202,9 @@ def _giant() -> Story:
         worlds={"calm": calm, "told": told},
         cases=(
             Case(label="no giant, length_aware", world="calm", strategy=Strategy.LENGTH_AWARE),
-            Case(label="round_robin, no breaker", world="told", strategy=Strategy.ROUND_ROBIN, router=NO_BREAKER),
+            _without_breaker(Strategy.ROUND_ROBIN),
             Case(label="length_aware", world="told", strategy=Strategy.LENGTH_AWARE),
-            Case(label="round_robin, breaker", world="told", strategy=Strategy.ROUND_ROBIN),
+            _with_breaker(Strategy.ROUND_ROBIN),
         ),
     )
 
@@ -218,11 +221,9 @@ def _skewed() -> Story:
         },
         cases=(
             Case(label="even load", world="calm", strategy=Strategy.SEMANTIC_HASH),
-            Case(label="semantic_hash, no breaker", world="told", strategy=Strategy.SEMANTIC_HASH, router=NO_BREAKER),
-            Case(
-                label="consistent_hash, no breaker", world="told", strategy=Strategy.CONSISTENT_HASH, router=NO_BREAKER
-            ),
-            Case(label="semantic_hash, breaker", world="told", strategy=Strategy.SEMANTIC_HASH),
+            _without_breaker(Strategy.SEMANTIC_HASH),
+            _without_breaker(Strategy.CONSISTENT_HASH),
+            _with_breaker(Strategy.SEMANTIC_HASH),
         ),
     )
 
@@ -262,11 +263,9 @@ def _stalling() -> Story:
         worlds={"calm": calm, "told": with_guests(calm, stuck, every=200)},
         cases=(
             Case(label="none stalls", world="calm", strategy=Strategy.CONSISTENT_HASH),
-            Case(label="round_robin, no breaker", world="told", strategy=Strategy.ROUND_ROBIN, router=NO_BREAKER),
-            Case(
-                label="consistent_hash, no breaker", world="told", strategy=Strategy.CONSISTENT_HASH, router=NO_BREAKER
-            ),
-            Case(label="round_robin, breaker", world="told", strategy=Strategy.ROUND_ROBIN),
+            _without_breaker(Strategy.ROUND_ROBIN),
+            _without_breaker(Strategy.CONSISTENT_HASH),
+            _with_breaker(Strategy.ROUND_ROBIN),
         ),
     )
 
