@@ -174,7 +174,7 @@ class Executor {
     if (layer.num_experts > 0)
       run_experts(layer, rows);
     else
-      run_mlp(layer.mlps[0], normed_.get(), rows, added_.get());
+      run_mlp(layer.mlps[0], normed_.get(), rows, added_.get(), after(layer));
     over_rows(rows, width, [&](int64_t first, int64_t last) {
       join(layer.after_mlp, added_.get(), hidden, width, first, last);
     });
@@ -184,7 +184,8 @@ class Executor {
   void attend(const Layer& layer, const Step& step) {
     const int64_t rows = step.num_rows, width = qkv_width(model_);
     float* qkv = qkv_.get();
-    linear(pool_, layer.qkv, normed_.get(), rows, model_.hidden, layer.qkv_bias, qkv, width, scratch_.get());
+    linear(pool_, layer.qkv, normed_.get(), rows, model_.hidden, layer.qkv_bias, qkv, width, scratch_.get(),
+           &layer.out);
     lap(Work::QKV);
     over_rows(rows, width, [&](int64_t first, int64_t last) {
       place_heads(model_, layer, step, true, qkv, first, last);
@@ -192,7 +193,7 @@ class Executor {
     lap(Work::ROTATE);
     mix(layer, step.segments, step.num_segments);
     linear(pool_, layer.out, mixed_.get(), rows, query_width(model_), layer.out_bias, added_.get(), model_.hidden,
-           scratch_.get());
+           scratch_.get(), layer.num_experts > 0 ? nullptr : &layer.mlps[0].up);
     lap(Work::OUT);
   }
 
@@ -247,17 +248,23 @@ class Executor {
     run_layer(layer, few);
   }
 
-  void run_mlp(const Mlp& mlp, const float* x, int64_t rows, float* out) {
+  // What is read after a layer.
+  const Weight* after(const Layer& layer) const {
+    const bool last = &layer == model_.layers + model_.num_layers - 1;
+    return last ? &model_.head : &(&layer)[1].qkv;
+  }
+
+  void run_mlp(const Mlp& mlp, const float* x, int64_t rows, float* out, const Weight* next) {
     const int64_t width = mlp.down.k, ld = mlp.up.n;
     float* up = up_.get();
-    linear(pool_, mlp.up, x, rows, model_.hidden, mlp.up_bias, up, ld, scratch_.get());
+    linear(pool_, mlp.up, x, rows, model_.hidden, mlp.up_bias, up, ld, scratch_.get(), &mlp.down);
     lap(Work::UP);
     over_rows(rows, 4 * width, [&](int64_t first, int64_t last) {
       activate(static_cast<Activation>(model_.activation), up, ld, model_.gated ? up + width : nullptr, ld, width, up,
                ld, first, last);
     });
     lap(Work::ACTIVATE);
-    linear(pool_, mlp.down, up, rows, ld, mlp.down_bias, out, model_.hidden, scratch_.get());
+    linear(pool_, mlp.down, up, rows, ld, mlp.down_bias, out, model_.hidden, scratch_.get(), next);
     lap(Work::DOWN);
   }
 
@@ -281,7 +288,7 @@ class Executor {
       for (int64_t m = 0; m < count; ++m)
         std::memcpy(gathered_.get() + m * width, normed_.get() + members[m].first * width, width * sizeof(float));
       lap(Work::EXPERTS);
-      run_mlp(layer.mlps[expert], gathered_.get(), count, expert_out_.get());
+      run_mlp(layer.mlps[expert], gathered_.get(), count, expert_out_.get(), nullptr);
       over_rows(count, width, [&](int64_t first, int64_t last) {
         for (int64_t m = first; m < last; ++m) {
           const float* from = expert_out_.get() + m * width;

@@ -29,6 +29,8 @@ using ChunkFn = void (*)(void* context, int64_t chunk);
 Pool* pool_create(int num_threads);
 void pool_destroy(Pool* pool);
 int pool_threads(const Pool* pool);
+// The calling thread's number among its pool's: 0 for one that the pool did not start.
+int pool_worker();
 // Runs fn(context, c) for every c in [0, num_chunks), in any order, and returns when all are done.
 void pool_run(Pool* pool, int64_t num_chunks, ChunkFn fn, void* context);
 
@@ -90,9 +92,10 @@ int64_t linear_scratch_bytes(Precision precision, int64_t rows, int64_t k);
 // y[r, j] = sum_k x[r, k] * w[j, k] (+ bias[j]).  x: [rows, k] float, `ldx` apart; y: [rows, n] float, `ldy` apart.
 // BF16 rounds x to bfloat16 (nearest even); I8 quantizes each row of x by itself, as pack_rows does; int32 sums are exact;
 // y = float(sum) * (scale_x * scale_w[j]) (+ bias). A row with NaN or infinity gives NaN outputs, for that row alone.
-// rows may be 0. `scratch` holds linear_scratch_bytes, 64-byte aligned.
+// rows may be 0. `scratch` holds linear_scratch_bytes, 64-byte aligned. The first outputs of `next` (null: none), which the
+// same pool will be given after these, are fetched on the way.
 void linear(Pool* pool, const Weight& weight, const float* x, int64_t rows, int64_t ldx, const float* bias, float* y,
-            int64_t ldy, void* scratch);
+            int64_t ldy, void* scratch, const Weight* next = nullptr);
 
 // The largest y[r, j] of each row and its lowest index, without storing y; `softcap` > 0 applies c * tanh(y / c) first. Same bits as
 // linear() followed by a search. A NaN in the row wins (value = NaN).

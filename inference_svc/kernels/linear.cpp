@@ -1,6 +1,7 @@
 // Linears: prepares the rows, cuts the outputs into chunks, and lets the variant in use do them.
 //
 // Not here: the sums themselves (linear_tiles.h), packing (linear_pack.cpp).
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -14,6 +15,7 @@ constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t BLOCK_PANELS = 4;         // what a tile takes at once
 constexpr int64_t CHUNKS_PER_THREAD = 8;    // so that a thread put aside delays little
 constexpr int64_t MAX_ARGMAX_CHUNKS = 128;  // each keeps a best per row
+constexpr int64_t MAX_SHARES = 64;
 constexpr int64_t TILE_ROWS = 24;           // rows of which argmax keeps the outputs of one block
 constexpr int64_t GROUP_ROWS = 96;          // fewest rows worth a chunk of their own
 
@@ -120,7 +122,7 @@ struct Cut {
 int64_t panels_of_chunk(int64_t panels, int64_t threads) {
   const int64_t blocks = panels / BLOCK_PANELS;
   if (threads == 1) return panels;
-  if (blocks >= 2 * threads) return at_least(blocks / (threads * CHUNKS_PER_THREAD), 1) * BLOCK_PANELS;
+  if (blocks >= 2 * threads) return BLOCK_PANELS;
   return panels >= 4 * threads ? 2 : 1;
 }
 
@@ -133,6 +135,47 @@ Cut cut(int64_t panels, int64_t rows, int64_t threads) {
   made.rows = up(ceil_div(rows, groups), TILE_ROWS);
   made.num_groups = ceil_div(rows, made.rows);
   return made;
+}
+
+// Neighbouring chunks, of which one thread takes most.
+struct Share {
+  int64_t index;
+  int64_t first;
+  int64_t last;
+};
+
+Share share_of(int64_t chunks, int64_t index, int64_t shares) {
+  return {index, chunks * index / shares, chunks * (index + 1) / shares};
+}
+
+// Calls body(chunk, share) for every chunk: each thread begins with a share of its own, which it reads as one stream,
+// and then helps the others with what is left of theirs.
+template <class F>
+void in_shares(Pool* pool, int64_t chunks, F&& body) {
+  struct alignas(CACHE_LINE) Next {
+    std::atomic<int64_t> chunk;
+  };
+  Next next[MAX_SHARES];
+  const int64_t shares = at_most(at_most(pool_threads(pool), MAX_SHARES), chunks);
+  for (int64_t i = 0; i < shares; ++i)
+    next[i].chunk.store(share_of(chunks, i, shares).first, std::memory_order_relaxed);
+  parallel(pool, at_most(pool_threads(pool), chunks), [&](int64_t) {
+    for (int64_t i = 0; i < shares; ++i) {
+      const Share share = share_of(chunks, (pool_worker() + i) % shares, shares);
+      std::atomic<int64_t>& taken = next[share.index].chunk;
+      for (int64_t chunk; (chunk = taken.fetch_add(1, std::memory_order_relaxed)) < share.last;) body(chunk, share);
+    }
+  });
+}
+
+// Lets a chunk fetch what the same thread will read first of the weight after this one.
+void fetch_after(Panels& job, const Weight& next, const Share& share, int64_t rows, Pool* pool) {
+  const Cut made = cut(num_panels(next.n), rows, pool_threads(pool));
+  const int64_t shares = at_most(at_most(pool_threads(pool), MAX_SHARES), made.num_columns);
+  const int64_t panel = share_of(made.num_columns, share.index % shares, shares).first * made.panels;
+  const int64_t bytes = num_steps(static_cast<Precision>(next.precision), next.k) * STEP_BYTES;
+  job.after = static_cast<const unsigned char*>(next.data) + panel * bytes;
+  job.after_bytes = at_most(BLOCK_PANELS, num_panels(next.n) - panel) * bytes;
 }
 
 // The largest output of a row so far.
@@ -206,18 +249,22 @@ int64_t linear_scratch_bytes(Precision precision, int64_t rows, int64_t k) {
 }
 
 void linear(Pool* pool, const Weight& weight, const float* x, int64_t rows, int64_t ldx, const float* bias, float* y,
-            int64_t ldy, void* scratch) {
+            int64_t ldy, void* scratch, const Weight* next) {
   if (rows <= 0 || weight.n <= 0) return;
   const LinearVariant& use = variant();
   Panels job = prepare(pool, use, weight, x, rows, ldx, bias, scratch);
   job.y = y;
   job.ldy = ldy;
   const Cut made = cut(job.end_panel, rows, pool_threads(pool));
-  parallel(pool, made.num_columns * made.num_groups, [&](int64_t chunk) {
+  in_shares(pool, made.num_columns * made.num_groups, [&](int64_t chunk, const Share& share) {
     const int64_t row = chunk / made.num_columns * made.rows;
     Panels mine = rows_of(job, row, at_most(made.rows, rows - row));
     mine.first_panel = chunk % made.num_columns * made.panels;
     mine.last_panel = at_most(mine.first_panel + made.panels, job.end_panel);
+    if (made.num_groups == 1) {
+      mine.end_panel = at_most(share.last * made.panels, job.end_panel);
+      if (next != nullptr) fetch_after(mine, *next, share, rows, pool);
+    }
     use.panels[weight.precision](mine);
   });
 }
@@ -232,7 +279,7 @@ void linear_argmax(Pool* pool, const Weight& weight, const float* x, int64_t row
       reinterpret_cast<Best*>(static_cast<unsigned char*>(scratch) + prepared_bytes(precision, rows, weight.k));
   const int64_t each = up(ceil_div(job.end_panel, MAX_ARGMAX_CHUNKS), BLOCK_PANELS);
   const int64_t num_chunks = ceil_div(job.end_panel, each);
-  parallel(pool, num_chunks, [&](int64_t chunk) {
+  in_shares(pool, num_chunks, [&](int64_t chunk, const Share&) {
     Best* mine = bests + chunk * rows;
     const int64_t last = at_most((chunk + 1) * each, job.end_panel);
     for (int64_t row = 0; row < rows; ++row) {

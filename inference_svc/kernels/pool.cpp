@@ -31,6 +31,7 @@ constexpr int MAX_THREADS = 1024;
 
 std::atomic<uint64_t> forks{0};
 thread_local bool inside_chunk = false;
+thread_local int worker_number = 0;
 
 void watch_forks() {
   static std::once_flag once;
@@ -97,7 +98,10 @@ class Pool {
     SignalsBlocked blocked;
     workers_.reserve(static_cast<size_t>(num_threads - 1));
     try {
-      for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+      for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] {
+          worker_number = i;
+          work();
+        });
     } catch (...) {
       stop();
       throw;
@@ -231,6 +235,8 @@ void pool_destroy(Pool* pool) {
   // A forked child has neither the threads to join nor locks it could trust: it leaves them.
   if (pool != nullptr && !pool->forked()) delete pool;
 }
+
+int pool_worker() { return worker_number; }
 
 int pool_threads(const Pool* pool) { return pool == nullptr ? 1 : pool->threads(); }
 

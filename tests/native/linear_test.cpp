@@ -99,6 +99,26 @@ void test_shape(kev::Pool* pool, Precision precision, int64_t n, int64_t k, int6
   }
 }
 
+// Whatever weight is named as the next, and however many threads there are for the shares, no bit changes.
+void test_next(Precision precision) {
+  constexpr int64_t N = 330, K = 70, ROWS = 8;
+  const Packed packed(nullptr, precision, numbers(N * K, 1), N, K);
+  const auto x = numbers(ROWS * K, 3);
+  const auto scratch = aligned(kev::linear_scratch_bytes(precision, ROWS, K));
+  std::vector<float> expected(ROWS * N), found(ROWS * N);
+  kev::linear(nullptr, packed.weight, x.data(), ROWS, K, nullptr, expected.data(), N, scratch.get());
+  for (int threads : {2, 5, 70}) {
+    kev::Pool* pool = kev::pool_create(threads);
+    CHECK(pool != nullptr);
+    for (int64_t n : {int64_t{1}, int64_t{17}, int64_t{500}}) {
+      const Packed next(nullptr, precision, numbers(n * K, 2), n, K);
+      kev::linear(pool, packed.weight, x.data(), ROWS, K, nullptr, found.data(), N, scratch.get(), &next.weight);
+      CHECK(found == expected);
+    }
+    kev::pool_destroy(pool);
+  }
+}
+
 void test_odd_rows(kev::Pool* pool, Precision precision) {
   constexpr int64_t N = 33, K = 21, ROWS = 6;
   const Packed packed(pool, precision, numbers(N * K, 1), N, K);
@@ -131,6 +151,7 @@ int main() {
         for (int64_t rows : {1, 2, 5, 6, 7, 13, 25}) test_shape(pool, precision, size[0], size[1], rows);
       }
       test_odd_rows(pool, precision);
+      test_next(precision);
     }
   }
   kev::pool_destroy(pool);

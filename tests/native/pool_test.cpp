@@ -63,6 +63,25 @@ void test_sleepers_help() {
   kev::pool_destroy(pool);
 }
 
+// Threads that are all in one run have numbers of their own, the caller 0.
+void test_numbers() {
+  constexpr int THREADS = 3;
+  kev::Pool* pool = kev::pool_create(THREADS);
+  std::atomic<int> seen[THREADS] = {};
+  const std::thread::id caller = std::this_thread::get_id();
+  std::atomic<int> arrived{0};
+  kev::parallel(pool, THREADS, [&](int64_t) {
+    const int number = kev::pool_worker();
+    CHECK(number >= 0 && number < THREADS && (number == 0) == (std::this_thread::get_id() == caller));
+    seen[number].fetch_add(1);
+    arrived.fetch_add(1);
+    while (arrived.load() < THREADS) std::this_thread::yield();
+  });
+  for (const std::atomic<int>& count : seen) CHECK(count.load() == 1);
+  CHECK(kev::pool_worker() == 0);
+  kev::pool_destroy(pool);
+}
+
 void test_several_callers_of_one_pool() {
   kev::Pool* pool = kev::pool_create(3);
   std::vector<std::thread> callers;
@@ -133,6 +152,7 @@ int main(int num_arguments, char** arguments) {
   test_small_runs();
   test_sleep_and_wake();
   test_sleepers_help();
+  test_numbers();
   test_several_callers_of_one_pool();
   test_several_pools();
   test_a_chunk_may_run_more();
