@@ -1,10 +1,7 @@
 #include "capi.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "isa.h"
+#include "pages.h"
 
 using kev::Pool;
 using kev::Precision;
@@ -104,14 +101,7 @@ int64_t kev_linear_scratch_bytes(int precision, int64_t rows, int64_t k) {
   return kev::linear_scratch_bytes(static_cast<Precision>(precision), rows, k);
 }
 
-void kev_prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t num_bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t PAGE = uintptr_t{1} << 21;
-  const auto begin = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
-  const auto end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(num_bytes)) / PAGE * PAGE;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
+void kev_prefer_huge_pages(void* data, int64_t num_bytes) { kev::prefer_large_pages(data, num_bytes); }
 
 int kev_pack_rows(void* pool, int precision, const void* source, int source_type, int64_t stride, int64_t first,
                   int64_t count, int64_t n, int64_t k, void* data, float* scale, int32_t* sums) {

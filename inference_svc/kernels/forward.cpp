@@ -6,12 +6,14 @@
 
 #include "forward_flow.h"
 #include "forward_parts.h"
+#include "pages.h"
 
 namespace kev {
 namespace {
 
 constexpr int64_t kSerialNumbers = 16384;  // below this a rowwise pass is not worth waking anybody
 constexpr int64_t kRowsPerChunk = 4;
+constexpr int64_t kLargeWeight = 256 << 10;  // bytes worth a large page
 constexpr int64_t kPassRowsPerThread = 16;  // with fewer, threads share the outputs instead of the rows
 
 int64_t up_width(const Model& model) { return model.gated ? 2 * model.mlp_width : model.mlp_width; }
@@ -33,6 +35,22 @@ int64_t scratch_bytes(const Model& model, int64_t rows) {
 int64_t shared_rows(const Model& model, int64_t threads, int64_t max_rows, int64_t max_wanted) {
   if (most_experts(model) > 0) return std::max(max_rows, max_wanted);
   return std::max(std::min(max_rows, kPassRowsPerThread * threads - 1), max_wanted);
+}
+
+void move_to_large_pages(const Weight& weight) {
+  if (weight.data == nullptr) return;
+  const int64_t bytes = packed_bytes(static_cast<Precision>(weight.precision), weight.n, weight.k);
+  if (bytes >= kLargeWeight) kev::move_to_large_pages(weight.data, bytes);
+}
+
+void move_to_large_pages(const Model& model) {
+  for (int64_t i = 0; i < model.num_layers; ++i) {
+    const Layer& layer = model.layers[i];
+    for (const Weight* weight : {&layer.qkv, &layer.out}) move_to_large_pages(*weight);
+    for (int64_t m = 0; m < std::max<int64_t>(layer.num_experts, 1); ++m)
+      for (const Weight* weight : {&layer.mlps[m].up, &layer.mlps[m].down}) move_to_large_pages(*weight);
+  }
+  move_to_large_pages(model.head);
 }
 
 // The `count` largest of `logits` [num] after a softmax over all, ties to the lowest index, in ascending order of index.
@@ -339,7 +357,9 @@ class Executor {
 
 Executor* executor_create(const Model* model, Pool* pool, int64_t max_rows, int64_t max_wanted) {
   try {
-    return new Executor(*model, pool, max_rows, max_wanted);
+    Executor* made = new Executor(*model, pool, max_rows, max_wanted);
+    move_to_large_pages(*model);
+    return made;
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

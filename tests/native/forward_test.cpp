@@ -8,6 +8,7 @@
 #include "check.h"
 #include "inference_svc/kernels/forward.h"
 #include "inference_svc/kernels/isa.h"
+#include "inference_svc/kernels/pages.h"
 
 namespace {
 
@@ -227,9 +228,20 @@ void compare(Precision precision, int64_t mlp_width) {
   }
 }
 
+// Pages may become large; what lies on them stays, also beside what was asked for.
+void test_large_pages() {
+  std::vector<unsigned char> memory(5 << 20);
+  const auto expected = [](size_t i) { return static_cast<unsigned char>(i * 37 >> 7); };
+  kev::prefer_large_pages(memory.data(), static_cast<int64_t>(memory.size()));
+  for (size_t i = 0; i < memory.size(); ++i) memory[i] = expected(i);
+  kev::move_to_large_pages(memory.data() + 777, (3 << 20) + 5);
+  for (size_t i = 0; i < memory.size(); ++i) CHECK(memory[i] == expected(i));
+}
+
 }  // namespace
 
 int main() {
+  test_large_pages();
   for (const char* name : {"portable", "avx2", "avx512_bf16_vnni"}) {
     if (!kev::isa_select(name)) continue;
     for (Precision precision : {Precision::F32, Precision::BF16, Precision::I8})
