@@ -31,9 +31,10 @@ from kev.testing import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
 from kev.up.commands import HEALTH_SERVICES, Role, commands
 from tests.chaos.checker import ANSWERS
 from tests.chaos.history import Committed, Granted, History
-from tests.chaos.processes import ServiceProcess, free_port, grpc_serving, http_ready
+from tests.chaos.processes import ServiceProcess, grpc_serving, http_ready
 from tests.chaos.proxy import FaultProxy
 from tests.chaos.redis_server import RedisServer
+from tests.ports import free_port
 
 _PORTS = {Role.ROUTER: "ROUTER_PORT", Role.AGGREGATOR: "AGGREGATOR_PORT", Role.INFERENCE: "INFERENCE_PORT"}
 

@@ -22,10 +22,6 @@ from typing import Self
 import grpc
 import httpx
 
-from tests.contract.redis_servers import free_port
-
-__all__ = ["Health", "ServiceProcess", "free_port", "grpc_serving", "http_ready", "tcp_open"]
-
 Health = Callable[[], Awaitable[bool]]
 _POLL_S = 0.05
 _LOG_TAIL_CHARS = 4_000

@@ -20,8 +20,9 @@ from redis.backoff import ConstantBackoff
 
 from common.types import Durability
 from kev.up.commands import store_command
-from tests.chaos.processes import Health, ServiceProcess, free_port
+from tests.chaos.processes import Health, ServiceProcess
 from tests.contract.redis_servers import BINARIES
+from tests.ports import free_port
 
 _AOF_FOLDER = "appendonlydir"
 _REMEMBERED = "remembered"

@@ -23,8 +23,9 @@ from router_svc.service import RouterService
 from tests.chaos.cancellation import cancelled_at
 from tests.chaos.cluster import until
 from tests.chaos.proxy import Delay, FaultProxy
-from tests.contract.redis_servers import free_port, running_server
+from tests.contract.redis_servers import running_server
 from tests.integration.test_redis_tiers import CONFIG, TOKENIZER, Deployment
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.store, pytest.mark.timeout(120)]
 

@@ -22,10 +22,11 @@ from tests.chaos import sabotage
 from tests.chaos.checker import ANSWERS
 from tests.chaos.cluster import Cluster, ClusterSettings, until
 from tests.chaos.history import Closed, Forgotten, History, Opened, Seen
-from tests.chaos.processes import ServiceProcess, free_port
+from tests.chaos.processes import ServiceProcess
 from tests.chaos.proxy import Rewrite
 from tests.chaos.redis_server import RedisServer
 from tests.chaos.trial import LONG, PLAIN, judged, loaded, progress, texts
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

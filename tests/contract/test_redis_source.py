@@ -20,10 +20,11 @@ from common.redis_source import RedisSource
 from common.types import ChannelEvent, FinishReason
 from tests.contract.redis_harness import RedisHarness
 from tests.contract.redis_proxy import lossy_proxy
-from tests.contract.redis_servers import free_port, running_server
+from tests.contract.redis_servers import running_server
 from tests.contract.test_redis_registry import make_record
 from tests.contract.test_settling import placeholder
 from tests.contract.transport_suite import LONG_S, Ends, delta, make_item, outcome, started
+from tests.ports import free_port
 from tests.work_calls import commit, emit, publish
 
 pytestmark = [pytest.mark.store, pytest.mark.usefixtures("nothing_stays_for_ever")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+
+from tests.ports import free_port
 
 _START_TIMEOUT_S = 40.0
 
@@ -20,7 +21,7 @@ class ServerProcess:
 
     def __init__(self, arguments: Sequence[str], folder: Path, name: str) -> None:
         """Start ``kev`` with ``arguments``; the value of ``--port`` is replaced by a free port."""
-        self.port = _free_port()
+        self.port = free_port()
         given = list(arguments)
         self.documented_port = given[given.index("--port") + 1]
         given[given.index("--port") + 1] = str(self.port)
@@ -65,9 +66,3 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

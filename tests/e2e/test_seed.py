@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kev.testing import EOS_ID, VOCAB_SIZE, save_byte_tokenizer
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -69,8 +69,7 @@ def test_the_python_snippet_runs_as_it_stands(seed_dir: Path) -> None:
 
 def test_the_server_and_the_http_call_work_as_they_stand(seed_dir: Path) -> None:
     """kev serve --config kev.yaml --port N, the article's JSON body, and a clean stop."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).parent / "kev", "serve", "--config", "kev.yaml", "--port", str(port)]
     server = subprocess.Popen(command, cwd=seed_dir, env=ENV, stderr=subprocess.PIPE, text=True)
     try:
