@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from common.types import FinishReason, SamplingParams
 from inference_svc.attention import Backend
@@ -242,41 +240,3 @@ def test_a_seed_gives_the_same_text_in_any_company(form: Form) -> None:
         traces = run_together(model, [*others[:place], target, *others[place:]])
         assert same_bits(alone, traces[place])
     assert run_alone(model, replace(target, sampling=replace(sampling, seed=43))).token_ids != alone.token_ids
-
-
-_EVENTS = st.lists(
-    st.tuples(
-        st.integers(1, 70),
-        st.integers(1, 12),
-        st.integers(0, 6),
-        st.sampled_from(["run", "run", "cancel", "timeout"]),
-    ),
-    min_size=1,
-    max_size=10,
-)
-
-
-@pytest.mark.parametrize("form", SHARING_FORMS, ids=form_id)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(events=_EVENTS, place=st.integers(0, 10), slots=st.integers(1, 6))
-def test_random_schedules_change_no_bit(
-    form: Form, events: list[tuple[int, int, int, str]], place: int, slots: int
-) -> None:
-    """Arrivals, lengths, cancels and timeouts at random: the target's bits equal the question alone."""
-    model = model_as("gemma3", form)
-    target = Ask(prompt(WINDOW + 2, seed=77), max_tokens=10)
-    alone = run_alone(model, target, max_slots=slots)
-    crowd = Crowd(model, max_slots=slots)
-    index = -1
-    for number, (length, tokens, gap, fate) in enumerate([*events, (1, 1, 0, "run")]):
-        if number == min(place, len(events)):
-            index = crowd.add(target)
-        budget = 2_000 if fate == "timeout" else 1_000_000
-        other = crowd.add(Ask(prompt(length, seed=number), max_tokens=tokens, time_budget_ms=budget))
-        for _ in range(gap):
-            crowd.step()
-            crowd.clock.advance(0.5)
-        if fate == "cancel" and crowd.traces[other].result is None:
-            crowd.cancel(other)
-    assert same_bits(alone, crowd.finish()[index])
-    assert crowd.ledger.num_held == 0
