@@ -189,6 +189,33 @@ def _hot() -> Story:
     )
 
 
+def _heavy() -> Story:
+    """A fifth of the questions is one topic, and long: few in number, most of the load."""
+    topics = colliding_topics(8, _FAQ_TOKENS, ROUTER)
+    short = _kind("short", 0.8, _ANYTHING, _SHORT, Lengths(median=16, spread=0.5))
+    prompt, answer = Lengths(median=600, spread=0.2), Lengths(median=150, spread=0.3)
+
+    def at_length(numbers: random.Random, length: int) -> str:
+        words = _VOCABULARY.topic(numbers.choice(topics), _FAQ_TOKENS)
+        return " ".join((words * (length // _FAQ_TOKENS + 1))[:length])
+
+    return Story(
+        name="heavy",
+        title="A fifth of the questions is long and in one bucket",
+        focus="short",
+        worlds={
+            "calm": _mix(0.6, short, _kind("long", 0.2, _ANYTHING, prompt, answer)),
+            "told": _mix(0.6, short, _kind("long", 0.2, at_length, prompt, answer)),
+        },
+        cases=(
+            Case(label="even load", world="calm", strategy=Strategy.SEMANTIC_HASH),
+            _without_breaker(Strategy.SEMANTIC_HASH),
+            Case(label="length_aware", world="told", strategy=Strategy.LENGTH_AWARE),
+            _with_breaker(Strategy.SEMANTIC_HASH),
+        ),
+    )
+
+
 def _giant() -> Story:
     """Seed, chapter 4.3, the long tail: a giant among short questions."""
     short = _kind("short", 1.0, _ANYTHING, _SHORT)
@@ -350,6 +377,7 @@ def _priorities() -> Story:
 _MAKERS: Mapping[str, Callable[[], Story]] = {
     "mix": _mixed,
     "hot": _hot,
+    "heavy": _heavy,
     "giant": _giant,
     "zipf": _skewed,
     "hostile": _hostile,

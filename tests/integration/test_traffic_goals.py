@@ -27,7 +27,7 @@ from bench.traffic.world import End, WorldSettings, simulate
 from common.types import Strategy
 from router_svc.settings import RouterSettings
 
-NUM_QUESTIONS = {"hot": 1_500, "giant": 1_500, "returns": 250}
+NUM_QUESTIONS = {"hot": 1_500, "giant": 1_500, "returns": 250, "heavy": 400}
 NUM_OTHERS = 800
 PLAIN = Speed(prefill_s=0.0, step_s=0.001)
 """Every slot a server of its own: a token takes a millisecond, prompts nothing."""
@@ -107,7 +107,7 @@ def cases(name: str) -> Sequence[Reading]:
     return list(told(name).readings.values())
 
 
-@pytest.mark.parametrize("name", ["mix", "hot", "giant", "zipf", "hostile", "stall"])
+@pytest.mark.parametrize("name", ["mix", "hot", "heavy", "giant", "zipf", "hostile", "stall"])
 def test_the_story_hurts_and_its_remedies_help(name: str) -> None:
     """A story whose traffic is harmless proves nothing, nor does a remedy that leaves things as they are."""
     subject = told(name).story
@@ -131,6 +131,14 @@ def test_the_router_names_the_hot_bucket_and_the_remedies() -> None:
     """The operator found it by hand; the detector must say the same."""
     advice = told("hot").advice
     assert all(word in advice for word in ("consistent_hash", "prebucket", "breaker"))
+
+
+def test_the_router_names_the_bucket_of_few_long_questions() -> None:
+    """Counted by questions it is not hot; an operator would see a full channel and no reason."""
+    calm, hurt, *_ = cases("heavy")
+    assert hurt.hot_bucket_share < 0.25
+    assert "questions are long" in hurt.advice and "length_aware" in hurt.advice
+    assert calm.advice == ""
 
 
 def test_without_a_breaker_a_hot_bucket_wastes_the_node() -> None:
