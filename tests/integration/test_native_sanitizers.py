@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "inference_svc" / "kernels"
 NATIVE = ROOT / "tests" / "native"
 
-MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-RACES = ("-fsanitize=thread",)
+MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")
+RACES = ("-fsanitize=thread", "-O1")
+"""Optimized, because these programs run long; the others compile long."""
 FLAGS = (MEMORY, RACES)
 COMPILER = os.environ.get("CXX", "g++")
 POOL = ("pool.cpp", "isa.cpp")
@@ -55,7 +56,7 @@ class Builds:
     def _compiled(self, source: Path, flags: tuple[str, ...]) -> Path:
         if (source, flags) not in self._made:
             made = self._folder / f"{source.stem}-{FLAGS.index(flags)}.o"
-            options = ["-std=c++17", "-O0", "-g", "-w", "-I.", "-ffp-contract=off", *flags]
+            options = ["-std=c++17", "-g", "-w", "-I.", "-ffp-contract=off", *flags]
             _run([COMPILER, *options, "-c", str(source), "-o", str(made)])
             self._made[source, flags] = made
         return self._made[source, flags]
