@@ -316,8 +316,8 @@ def test_a_decision_costs_microseconds(name: Strategy) -> None:
     strategy = build_strategies(SETTINGS, encode, None)[name]
     question, best_s = view("帮我总结一下Transformer的注意力机制"), 1.0
     for _ in range(50):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(20):
             pick(strategy, question)
-        best_s = min(best_s, (time.perf_counter() - start) / 20)
+        best_s = min(best_s, (time.thread_time() - start) / 20)
     assert best_s < 50e-6
