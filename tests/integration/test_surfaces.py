@@ -447,9 +447,11 @@ async def test_a_dead_engine_is_alive_but_not_ready(runner: GuidedRunner) -> Non
         transport = httpx.ASGITransport(create_app(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://kev") as client:
             assert (await client.get("/ready")).status_code == 200
+            runner.gate.clear()
             running = asyncio.ensure_future(client.post("/v1/query", json={"queries": ["x"], "stream": True}))
             await until(lambda: runner.forwards)
             engine._parts.nodes[0]._scheduler.update = lambda *_: 1 / 0  # type: ignore[attr-defined]
+            runner.gate.set()
             assert "ENGINE_DEAD" in (await running).text
             assert (await client.get("/health")).status_code == 200
             for response in (await client.get("/ready"), await client.post("/v1/query", json={"queries": ["x"]})):
