@@ -42,8 +42,10 @@ demo: $(STAMP)  ## answer four kinds of question on the demo model
 run: $(STAMP)  ## serve HTTP on http://127.0.0.1:8765
 	@$(BIN)/kev serve
 
+# Some tests start whole clusters or use two threads: more processes than two need as many more cores.
+WORKERS ?= 2
 test: check  ## the static checks and every test
-	$(PYTEST) --durations=10 -m 'not quick and not chaos'
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=10 -m 'not quick and not chaos'
 
 # KEV_CHAOS_QUESTIONS, KEV_CHAOS_FAULTS, KEV_CHAOS_SECONDS, KEV_CHAOS_SEED, KEV_CHAOS_JSON: see tests/chaos/test_random_faults.py.
 CHAOS ?= tests/chaos
