@@ -414,6 +414,9 @@ async def test_a_router_hears_how_questions_ended(deployment: RedisHarness) -> N
     assert (await started_again.settled([("r", 1)]))["r", 1] == Ending()
     assert await ends.router.publish([make_item(1, 1, prompt=Prompt(ids=(9, 9)))]) == [None]
     assert await started_again.settled([("r", 1)]) == {}
+    assert await ends.router.publish([make_item(0, 0, prompt=Prompt(ids=(9, 9)))]) == [None]
+    await deployment.client.hset(deployment.key(QUESTIONS, "r"), "r:0", b"as an older node sets it")
+    assert await started_again.settled([("r", 0)]) == {("r", 0): Ending()}
 
 
 async def test_many_endings_are_told_in_one_call(deployment: RedisHarness) -> None:

@@ -142,7 +142,7 @@ def test_the_remedy_fits_the_strategy(strategy: Strategy, words: str) -> None:
 def test_a_bucket_of_few_long_questions_is_hot_by_its_tokens() -> None:
     """A channel that long questions keep busy would be told of nobody, because few questions go there."""
     spots = detector(hot_spot_min_questions=100)
-    feed(spots, list(range(100, 192)), num_tokens=20)
+    feed(spots, [*range(100, 109)] * 10 + [109, 110], num_tokens=20)
     feed(spots, [50] * 8, num_tokens=700)
     [change] = spots.look(0.0, EVEN)
     spot = change.spot
