@@ -8,7 +8,7 @@ not; who comes back and is refused again stands at its end.
 
 Tenants share the pace: turns go round among those with somebody in line, so whoever asks again and again before his
 turn only sends himself away. A tenant is told by one of ``NUM_LANES`` digests, in which others may fall together with
-him; memory is these numbers and no more. Source: McKenney 1990, "Stochastic Fairness Queueing".
+him; memory is at most these numbers. Source: McKenney 1990, "Stochastic Fairness Queueing".
 
 Nobody is sent away for longer than ``MAX_S``. Where that much of the line is taken, the rest is drawn from its second
 half and adds nothing to it. Without a known pace a place a second is expected of every channel, from a second on.
@@ -53,15 +53,15 @@ class ReturnLine:
         """Nobody was refused; ``num_channels`` stand for the pace until it is known."""
         self._unknown_per_s = num_channels / UNKNOWN_S
         self._digest = KeyedDigest(hash_key)
-        self._lanes = [0.0] * NUM_LANES
-        """Questions in line, by digest of their tenant."""
+        self._lanes: dict[int, float] = {}
+        """Questions in line, by digest of their tenant; only of those with somebody in line."""
         self._now_s = float("-inf")
         self._num_refused = 0
 
     @property
     def num_waiting(self) -> float:
         """Questions in line as of the latest refusal."""
-        return sum(self._lanes)
+        return sum(self._lanes.values())
 
     def wait_s(self, refused: Refused, per_s: float | None, now_s: float) -> float:
         """Put something at the end of its tenant's line, and say for how long it should stay away.
@@ -77,26 +77,27 @@ class ReturnLine:
             self._now_s = now_s
         self._num_refused += 1
         lane = self._digest(refused.tenant.encode("utf-8", "surrogatepass")) % NUM_LANES
-        own = self._lanes[lane] + refused.num_missing
-        others = sum(min(waiting, own) for number, waiting in enumerate(self._lanes) if number != lane)
+        ahead = self._lanes.get(lane, 0.0)
+        own = ahead + refused.num_missing
+        others = sum(min(waiting, own) for number, waiting in self._lanes.items() if number != lane)
         turn_s, drawn = (own + others) / pace, self._draw(refused.request_id)
         if per_s is None:
             turn_s += UNKNOWN_S
         if turn_s >= MAX_S:
             return MAX_S * (1 - drawn / 2)
-        self._lanes[lane] += refused.num_questions
+        self._lanes[lane] = ahead + refused.num_questions
         return min(max(turn_s + drawn / pace, MIN_S), MAX_S)
 
     def _drain(self, num_questions: float) -> None:
         """So many turns have passed, one for each tenant in line, again and again."""
-        level, left = 0.0, sum(map(bool, self._lanes))
-        for waiting in sorted(filter(None, self._lanes)):
+        level, left = 0.0, len(self._lanes)
+        for waiting in sorted(self._lanes.values()):
             if (waiting - level) * left > num_questions:
                 level += num_questions / left
                 break
             num_questions -= (waiting - level) * left
             level, left = waiting, left - 1
-        self._lanes = [max(0.0, waiting - level) for waiting in self._lanes]
+        self._lanes = {lane: waiting - level for lane, waiting in self._lanes.items() if waiting > level}
 
     def _draw(self, request_id: str) -> float:
         """From 0 to 1, the same for the same id; without one, by the number of the refusal."""
