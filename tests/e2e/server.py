@@ -13,7 +13,7 @@ import httpx
 
 from tests.ports import free_port
 
-_START_TIMEOUT_S = 40.0
+_START_TIMEOUT_S = 100.0
 
 
 class ServerProcess:

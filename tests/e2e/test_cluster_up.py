@@ -41,8 +41,8 @@ class Up:
 
     def ask(self) -> httpx.Response:
         """Two questions in one request."""
-        body = {"queries": ["first", "second"], "timeout_ms": 20_000}
-        return httpx.post(f"{self.url}/v1/query", json=body, timeout=30)
+        body = {"queries": ["first", "second"], "timeout_ms": 60_000}
+        return httpx.post(f"{self.url}/v1/query", json=body, timeout=90)
 
     def stop(self) -> int:
         """SIGTERM; returns the exit code."""
@@ -62,7 +62,7 @@ def up(tmp_path: Path) -> Iterator[Up]:
     up.process.stderr.close()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_cluster_answers_survives_a_node_and_drains(up: Up) -> None:
     """One command does not bring up a cluster that works, or a killed node takes an answer with it."""
     answered = up.ask()
@@ -72,9 +72,10 @@ def test_a_cluster_answers_survives_a_node_and_drains(up: Up) -> None:
     for pid in nodes:
         os.kill(pid, signal.SIGKILL)
     assert up.ask().json()["state"] == "complete", "both nodes are gone when it is asked"
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while len(up.pids("inference_svc")) < 2 and time.monotonic() < until_s:
         time.sleep(0.1)
+    assert len(up.pids("inference_svc")) == 2, up.said
     assert up.stop() == 0, up.said
     ended = re.findall(r"^kev: (\S+): stopped, ended with exit code 0$", up.said, re.M)
     assert ended[:2] == ["gateway", "router"] and ended[-2:] == ["aggregator", "store"] and len(ended) == 6

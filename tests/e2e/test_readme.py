@@ -28,7 +28,7 @@ EXAMPLES = ROOT / "examples"
 SERVE = ("serve", "--config", "kev.yaml", "--port", "8765")
 
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def name_of(path: Path) -> str:
