@@ -350,7 +350,7 @@ def fingerprint_of(path: Path, settings: LoadSettings) -> str:
         f"native-{_library().variant}" if settings.backend is Backend.NATIVE else f"torch-{torch.__version__}"
     )
     device = settings.device if settings.device == "cpu" else gpu_name(settings.device)
-    numbers = "int8 equalized" if settings.precision == "int8" else settings.precision
+    numbers = "int8 spread" if settings.precision == "int8" else settings.precision
     spread = f":{settings.tensor_parallel} parts" if settings.tensor_parallel > 1 else ""
     return files_digest(path, f"{numbers}:{settings.backend}:{device}:{kernels_in_use}{spread}")
 

@@ -59,13 +59,13 @@ struct Weight {
 int64_t packed_bytes(Precision precision, int64_t n, int64_t k);
 
 // Packs rows [first, first + count) of a row-major source [n, k] (F32 or BF16 elements, `stride` elements from row to row; `source` points
-// at row `first`) into `data`; may be called piece by piece with first % 16 == 0 (so that a load can stream). I8 quantizes each row
-// symmetrically: integer = w * (127 / max|w|) to nearest even, scale = max|w| / 127; a row below 2^-100 counts as zero and has scale
-// 0; writes scale[first..], sums[first..]. The packed bytes are the same for every variant. I8: k <= 131072.
+// at row `first`) into `data`; may be called piece by piece with first % 16 == 0 (so that a load can stream). I8 spreads
+// each row (spread.h), w' of w, and quantizes it symmetrically: integer = w' * (127 / max|w'|) to nearest even, scale =
+// max|w'| / 127 / 8; a row below 2^-100 counts as zero and has scale 0; writes scale[first..], sums[first..]. The packed bytes are the same for every variant. I8: k <= 131072.
 void pack_rows(Pool* pool, Precision precision, const void* source, Precision source_type, int64_t stride, int64_t first,
                int64_t count, int64_t n, int64_t k, void* data, float* scale, int32_t* sums);
 
-// Writes row `index` of a packed weight as k floats (I8: times its scale).
+// Writes row `index` of a packed weight as k floats (I8: spread back, times its scale).
 void unpack_row(const Weight& weight, int64_t index, float* out);
 
 // Rows as a linear of some precision reads them: BF16 rounded, I8 quantized with a scale of their own, F32 as they were.

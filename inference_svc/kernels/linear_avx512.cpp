@@ -11,6 +11,7 @@
 KEV_TARGET_AVX512
 
 #include "linear_tiles.h"
+#include "spread.h"
 
 namespace kev {
 namespace {
@@ -116,16 +117,60 @@ float largest_magnitude(const float* x, int64_t k) {
   return value;
 }
 
+// Sums and differences of partners: `other` has each lane's, which comes first in `second` lanes. One rounding, as of a sum.
+inline __m512 joined(__m512 x, __m512 other, __mmask16 second) {
+  return _mm512_fmadd_ps(x, _mm512_mask_blend_ps(second, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f)), other);
+}
+
+// spread_block() of four vectors.
+inline void spread_block(const float* x, __m512* out) {
+  const __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
+  const __m512 x2 = _mm512_loadu_ps(x + 32), x3 = _mm512_loadu_ps(x + 48);
+  const __m512 a0 = _mm512_add_ps(x0, x2), a1 = _mm512_add_ps(x1, x3);
+  const __m512 a2 = _mm512_sub_ps(x0, x2), a3 = _mm512_sub_ps(x1, x3);
+  const __m512 whole[4] = {_mm512_add_ps(a0, a1), _mm512_sub_ps(a0, a1), _mm512_add_ps(a2, a3), _mm512_sub_ps(a2, a3)};
+  for (int i = 0; i < 4; ++i) {
+    __m512 y = whole[i];
+    y = joined(y, _mm512_shuffle_f32x4(y, y, 0x4E), 0xFF00);
+    y = joined(y, _mm512_shuffle_f32x4(y, y, 0xB1), 0xF0F0);
+    y = joined(y, _mm512_permute_ps(y, 0x4E), 0xCCCC);
+    out[i] = joined(y, _mm512_permute_ps(y, 0xB1), 0xAAAA);
+  }
+}
+
+// Spreads what of a row fits here, so that it is done once; longer rows are spread twice.
+constexpr int64_t SPREAD_AT_ONCE = 4096;
+
+// Writes the spread row from `first` on, at most SPREAD_AT_ONCE values; zeros after its end.
+void spread_part(const float* x, int64_t k, int64_t first, float* out) {
+  const int64_t last = k - first < SPREAD_AT_ONCE ? k : first + SPREAD_AT_ONCE;
+  int64_t i = first;
+  for (; i + SPREAD_BLOCK <= last; i += SPREAD_BLOCK, out += SPREAD_BLOCK) {
+    __m512 block[4];
+    spread_block(x + i, block);
+    for (int part = 0; part < 4; ++part) _mm512_store_ps(out + 16 * part, block[part]);
+  }
+  for (; i < last; i += 16, out += 16)
+    _mm512_store_ps(out, _mm512_mul_ps(_mm512_maskz_loadu_ps(first_lanes(last - i), x + i), _mm512_set1_ps(SPREAD_SIZE)));
+}
+
 void quantize_row(const float* x, int64_t k, unsigned char* out, float* scale) {
-  const float max = largest_magnitude(x, k);
+  alignas(64) float spread[SPREAD_AT_ONCE];
+  float max = 0.0f;
+  for (int64_t first = 0; first < k; first += SPREAD_AT_ONCE) {
+    spread_part(x, k, first, spread);
+    const float found = largest_magnitude(spread, k - first < SPREAD_AT_ONCE ? k - first : SPREAD_AT_ONCE);
+    if (max == max && !(found <= max)) max = found;  // NaN stays
+  }
   const bool finite = max < __builtin_inff();
   const bool zero = max < SMALLEST_MAX;
-  *scale = zero ? 0.0f : finite ? max / 127.0f : __builtin_nanf("");
+  *scale = zero ? 0.0f : finite ? max / 127.0f / SPREAD_SIZE : __builtin_nanf("");
   const __mmask16 used = zero || !finite ? 0 : 0xFFFF;
   const __m512 factor = _mm512_set1_ps(used ? 127.0f / max : 0.0f);
   const int64_t padded = (k + 3) / 4 * 4;
   for (int64_t i = 0; i < padded; i += 16) {
-    const __m512 values = _mm512_maskz_loadu_ps(first_lanes(k - i) & used, x + i);
+    if (k > SPREAD_AT_ONCE && i % SPREAD_AT_ONCE == 0) spread_part(x, k, i, spread);
+    const __m512 values = _mm512_maskz_loadu_ps(first_lanes(k - i) & used, spread + i % SPREAD_AT_ONCE);
     const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(values, factor));
     const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_add_epi32(rounded, _mm512_set1_epi32(128)));
     _mm_mask_storeu_epi8(out + i, first_lanes(padded - i), bytes);

@@ -41,25 +41,13 @@ void pack_bf16(const typename Source::Element* row, int64_t k, unsigned char* ou
 }
 
 template <class Source>
-float largest_of(const typename Source::Element* row, int64_t k) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    const uint32_t bits = bits_of(Source::value(row[i])) & 0x7FFFFFFFu;
-    largest = bits > largest ? bits : largest;
-  }
-  return float_of(largest);
-}
-
-template <class Source>
 void pack_i8(const typename Source::Element* row, int64_t k, unsigned char* out, float* scale, int32_t* sum) {
-  const Quantizer quantizer(largest_of<Source>(row, k));
   int32_t total = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    const int8_t value = quantizer(Source::value(row[i]));
-    total += value;
-    std::memcpy(out + i / 4 * STEP_BYTES + i % 4, &value, sizeof value);
-  }
-  *scale = quantizer.scale();
+  const auto value = [row](int64_t i) { return Source::value(row[i]); };
+  *scale = quantized_plainly(k, value, [&](int64_t i, int8_t integer) {
+    total += integer;
+    std::memcpy(out + i / 4 * STEP_BYTES + i % 4, &integer, sizeof integer);
+  });
   *sum = total;
 }
 
@@ -113,9 +101,14 @@ void unpack_row(const Weight& weight, int64_t index, float* out) {
     } else {
       int8_t value;
       std::memcpy(&value, data + i / 4 * STEP_BYTES + i % 4, sizeof value);
-      out[i] = static_cast<float>(value) * weight.scale[index];
+      out[i] = static_cast<float>(value);
     }
   }
+  if (precision != Precision::I8) return;
+  const float scale = weight.scale[index];
+  const int64_t spread = weight.k / SPREAD_BLOCK * SPREAD_BLOCK;
+  for (int64_t first = 0; first < spread; first += SPREAD_BLOCK) spread_block(out + first);
+  for (int64_t i = 0; i < weight.k; ++i) out[i] *= i < spread ? scale / SPREAD_SIZE : scale;
 }
 
 }  // namespace kev

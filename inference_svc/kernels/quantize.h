@@ -1,4 +1,4 @@
-// How numbers are rounded: to bfloat16, and to int8 with one scale for a row.
+// How numbers are rounded: to bfloat16, and, spread (spread.h), to int8 with one scale for a row.
 //
 // Invariants and semantics: the AVX-512 variant and the torch fall-back (quantized.py) give these very bits. Everything
 // has internal linkage, so that each file compiles its own copy under its own instruction set.
@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "linear_panels.h"
+#include "spread.h"
 
 namespace kev {
 namespace {
@@ -43,7 +44,7 @@ inline float largest_magnitude(const float* x, int64_t count) {
   return float_of(largest);
 }
 
-// value = scale * integer, the integer in [-127, 127].
+// spread value = SPREAD_SIZE * scale * integer, the integer in [-127, 127].
 class Quantizer {
  public:
   explicit Quantizer(float max) {
@@ -52,7 +53,7 @@ class Quantizer {
       scale_ = float_of(0x7FC00000u);
       return;
     }
-    scale_ = max / 127.0f;
+    scale_ = max / 127.0f / SPREAD_SIZE;
     factor_ = 127.0f / max;
   }
   float scale() const { return scale_; }  // 0: the row counts as zero; NaN: it holds NaN or infinity
@@ -76,10 +77,40 @@ inline void round_row_plainly(const float* x, int64_t k, unsigned char* out) {
   if (k % 2 != 0) std::memset(out + 2 * k, 0, 2);
 }
 
+// Calls body(first, values, count) for the spread row, at most SPREAD_BLOCK values at a time. `value(i)` is a number of the row.
+template <class Value, class Body>
+inline void over_spread(int64_t k, Value&& value, Body&& body) {
+  for (int64_t first = 0; first < k; first += SPREAD_BLOCK) {
+    const int64_t count = k - first < SPREAD_BLOCK ? k - first : SPREAD_BLOCK;
+    float block[SPREAD_BLOCK];
+    for (int64_t i = 0; i < count; ++i) block[i] = value(first + i);
+    if (count == SPREAD_BLOCK) {
+      spread_block(block);
+    } else {
+      for (int64_t i = 0; i < count; ++i) block[i] *= SPREAD_SIZE;
+    }
+    body(first, static_cast<const float*>(block), count);
+  }
+}
+
+// Calls body(i, integer) for a row.
+template <class Value, class Body>
+inline float quantized_plainly(int64_t k, Value&& value, Body&& body) {
+  float max = 0.0f;
+  over_spread(k, value, [&](int64_t, const float* block, int64_t count) {
+    const float found = largest_magnitude(block, count);
+    max = bits_of(found) > bits_of(max) ? found : max;
+  });
+  const Quantizer quantizer(max);
+  over_spread(k, value, [&](int64_t first, const float* block, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) body(first + i, quantizer(block[i]));
+  });
+  return quantizer.scale();
+}
+
 inline void quantize_row_plainly(const float* x, int64_t k, unsigned char* out, float* scale) {
-  const Quantizer quantizer(largest_magnitude(x, k));
-  *scale = quantizer.scale();
-  for (int64_t i = 0; i < k; ++i) out[i] = static_cast<unsigned char>(quantizer(x[i]));
+  const auto value = [x](int64_t i) { return x[i]; };
+  *scale = quantized_plainly(k, value, [out](int64_t i, int8_t q) { out[i] = static_cast<unsigned char>(q); });
   const int64_t padded = (k + 3) / 4 * 4;
   std::memset(out + k, 0, static_cast<size_t>(padded - k));
 }
