@@ -36,8 +36,8 @@ from inference_svc.tensor_store import Structures, check_filled
 _LOG = logging.getLogger("kev.model")
 
 _MAGIC = b"kev packed model 2\n"
-_CONTENT = 2
-"""Raised when the same model is packed to other numbers: 2, columns are equalized for int8."""
+_CONTENT = 3
+"""Raised when the same model is packed to other numbers: 2, columns are equalized for int8; 3, rows are spread."""
 _LINE_BYTES = 64
 _SPARE_SHARE = 1.02
 """Room that must be free, by what the tensors are estimated at: tables of positions and descriptions come besides."""
