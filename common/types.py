@@ -641,6 +641,8 @@ class NodeStats:
     """Answers that were computed again, alone (``isolation.replay_rate``)."""
     num_violations: int = 0
     """Of these, the ones that differed."""
+    num_skipped_replays: int = 0
+    """Answers of the share that went out without it: no room, no time, or it failed by itself."""
     num_restarts: int = 0
     """How often the engine core was started again after it had ended by itself."""
 
@@ -662,6 +664,7 @@ class NodeStats:
             num_prefixes=sum(node.num_prefixes for node in nodes),
             num_replayed=sum(node.num_replayed for node in nodes),
             num_violations=sum(node.num_violations for node in nodes),
+            num_skipped_replays=sum(node.num_skipped_replays for node in nodes),
             num_restarts=sum(node.num_restarts for node in nodes),
             alive=any(node.alive for node in nodes),
         )

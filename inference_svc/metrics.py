@@ -94,5 +94,6 @@ def readings(report: IsolationReport | None, stats: NodeStats | None, num_held: 
         yield Reading(names.KV_BYTES_USED, stats.kv_bytes_used)
         yield Reading(names.PREFIXES, stats.num_prefixes)
         yield Reading(names.REPLAYS, stats.num_replayed)
+        yield Reading(names.SKIPPED_REPLAYS, stats.num_skipped_replays)
         yield Reading(names.VIOLATIONS, stats.num_violations)
         yield Reading(names.RESTARTS, stats.num_restarts)

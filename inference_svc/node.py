@@ -173,6 +173,7 @@ class Node:
             kv_bytes_total=self.ledger.num_positions * position_bytes,
             num_prefixes=scheduler.num_prefixes,
             num_replayed=0 if self._replayer is None else self._replayer.num_replayed,
+            num_skipped_replays=0 if self._replayer is None else self._replayer.num_skipped,
             num_violations=0 if self._replayer is None else self._replayer.num_violations,
             alive=self.thread is not None and self.thread.alive,
         )

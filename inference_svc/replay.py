@@ -1,11 +1,12 @@
 """Replay: a share of the answers is computed again, alone, and compared with what the question got in company.
 
-Invariants and semantics: which questions are replayed depends on their ids alone. A replay has forwards of its own,
-one after each step of the engine, at level strict, over free KV of the same arena: neighbours go on meanwhile, each of
-their steps one such forward later. Nothing of a replayed question's answer, neither text nor outcome, leaves before
-the replay has ended. Tokens and the logits of the chosen tokens are compared bit for bit; an answer that differs is
+Invariants and semantics: which questions are replayed depends on their ids alone. A replay has forwards of its own, at
+level strict, over free KV of the same arena. As many as there are slots go on side by side, each with one forward after
+each step of the engine: neighbours go on meanwhile, and under load their steps wait for what the share costs, instead
+of answers for their replays. Nothing of a replayed question's answer, neither text nor outcome, leaves before the
+replay has ended. Tokens and the logits of the chosen tokens are compared bit for bit; an answer that differs is
 replaced by an error and counted. A replay that finds no room, fails by itself or outlives the question's budget is
-given up and not counted: the answer then goes out as it is.
+skipped, and counted as that: the answer then goes out as it is.
 
 Not here: the first computation (``engine_core``), proof without traffic (``verify``).
 """
@@ -103,14 +104,16 @@ class Replayer:
         self._next_id = -1
         self._withheld: dict[tuple[str, int], list[ChannelEvent]] = {}
         self._queue: deque[Question] = deque()
-        self._run: _Run | None = None
+        self._runs: list[_Run] = []
+        self._max_runs = settings.max_slots
         self.num_replayed = 0
+        self.num_skipped = 0
         self.num_violations = 0
 
     @property
     def has_work(self) -> bool:
         """A replay is on its way or waits."""
-        return self._run is not None or bool(self._queue)
+        return bool(self._runs or self._queue)
 
     def is_chosen(self, request_id: str, question_index: int) -> bool:
         """Whether this question belongs to the share; the same on every node and in every attempt."""
@@ -138,28 +141,29 @@ class Replayer:
         return passing
 
     def advance(self) -> list[ChannelEvent]:
-        """One forward of the replay in turn; what it releases.
+        """One forward of each replay on its way; what they release.
 
         Raises:
             EngineDeadError: no forward can run any more.
         """
-        if self._run is None:
-            if not self._queue:
-                return []
-            self._run = self._begun(self._queue.popleft())
-        run = self._run
-        if self._clock.monotonic() >= run.question.deadline_s:
-            run.failed = True
-        elif not run.complete and self._step(run):
-            return []
-        return self._ended(run)
+        while self._queue and len(self._runs) < self._max_runs:
+            self._runs.append(self._begun(self._queue.popleft()))
+        events: list[ChannelEvent] = []
+        for run in list(self._runs):
+            if self._clock.monotonic() >= run.question.deadline_s:
+                run.failed = True
+            elif not run.complete and (self._step(run) or self._waits_for_room(run)):
+                continue
+            events += self._ended(run)
+        return events
 
     def give_up(self) -> list[ChannelEvent]:
         """Release every answer without its replay: the engine ends."""
         events: list[ChannelEvent] = []
-        if self._run is not None:
-            self._run.failed = True
-            events += self._ended(self._run)
+        for run in list(self._runs):
+            run.failed = True
+            events += self._ended(run)
+        self.num_skipped += len(self._queue)
         self._queue.clear()
         for withheld in self._withheld.values():
             events += withheld
@@ -198,14 +202,19 @@ class Replayer:
         run.scheduler.update(plan, output)
         return not run.failed and not run.complete
 
+    def _waits_for_room(self, run: _Run) -> bool:
+        """It has no room yet, and another replay will give some back."""
+        return not run.started and any(other.started for other in self._runs)
+
     def _ended(self, run: _Run) -> list[ChannelEvent]:
         """Free what the replay holds, and release the answer or an error in its place."""
-        self._run = None
+        self._runs.remove(run)
         key = run.question.item.key
         run.scheduler.cancel(*key)
         self._runner.drop(run.again.sequence_id)
         withheld = self._withheld.pop(key, [])
         if run.failed or not run.started:
+            self.num_skipped += 1
             _LOG.info("%s[%d] was not replayed: no room, no time, or the replay failed", *key)
             return withheld
         self.num_replayed += 1

@@ -50,6 +50,7 @@ def encode_node_stats(value: NodeStats) -> pb.NodeStats:
         num_replayed=value.num_replayed,
         num_violations=value.num_violations,
         num_restarts=value.num_restarts,
+        num_skipped_replays=value.num_skipped_replays,
         alive=value.alive,
     )
 
@@ -70,6 +71,7 @@ def decode_node_stats(message: pb.NodeStats) -> NodeStats:
         num_replayed=message.num_replayed,
         num_violations=message.num_violations,
         num_restarts=message.num_restarts,
+        num_skipped_replays=message.num_skipped_replays,
         alive=message.alive,
     )
 

@@ -205,6 +205,9 @@ KV_BYTES = _gauge(Tier.INFERENCE, "kev_node_kv_bytes", "Room for KV.")
 KV_BYTES_USED = _gauge(Tier.INFERENCE, "kev_node_kv_bytes_used", "KV held by questions and prefixes.")
 PREFIXES = _gauge(Tier.INFERENCE, "kev_node_prefixes", "Shared prefixes stored.")
 REPLAYS = _read_counter(Tier.INFERENCE, "kev_node_replays_total", "Answers that were computed again, alone.")
+SKIPPED_REPLAYS = _read_counter(
+    Tier.INFERENCE, "kev_node_replays_skipped_total", "Answers of the share that went out without their replay."
+)
 VIOLATIONS = _read_counter(
     Tier.INFERENCE, "kev_node_isolation_violations_total", "Replays that gave other bits than the answer in company."
 )

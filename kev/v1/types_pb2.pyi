@@ -590,7 +590,7 @@ class RequestView(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[_Union[RequestState, str]] = ..., mode: _Optional[_Union[AggregateMode, str]] = ..., num_questions: _Optional[int] = ..., results: _Optional[_Iterable[_Union[Result, _Mapping]]] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("node_id", "num_running", "num_waiting", "max_slots", "num_steps", "num_prompt_tokens", "num_completion_tokens", "kv_bytes_used", "kv_bytes_total", "num_prefixes", "alive", "num_replayed", "num_violations", "num_restarts")
+    __slots__ = ("node_id", "num_running", "num_waiting", "max_slots", "num_steps", "num_prompt_tokens", "num_completion_tokens", "kv_bytes_used", "kv_bytes_total", "num_prefixes", "alive", "num_replayed", "num_violations", "num_restarts", "num_skipped_replays")
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -605,6 +605,7 @@ class NodeStats(_message.Message):
     NUM_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     NUM_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SKIPPED_REPLAYS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     num_running: int
     num_waiting: int
@@ -619,7 +620,8 @@ class NodeStats(_message.Message):
     num_replayed: int
     num_violations: int
     num_restarts: int
-    def __init__(self, node_id: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_slots: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., kv_bytes_used: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., num_prefixes: _Optional[int] = ..., alive: bool = ..., num_replayed: _Optional[int] = ..., num_violations: _Optional[int] = ..., num_restarts: _Optional[int] = ...) -> None: ...
+    num_skipped_replays: int
+    def __init__(self, node_id: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., max_slots: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_completion_tokens: _Optional[int] = ..., kv_bytes_used: _Optional[int] = ..., kv_bytes_total: _Optional[int] = ..., num_prefixes: _Optional[int] = ..., alive: bool = ..., num_replayed: _Optional[int] = ..., num_violations: _Optional[int] = ..., num_restarts: _Optional[int] = ..., num_skipped_replays: _Optional[int] = ...) -> None: ...
 
 class LevelVerdict(_message.Message):
     __slots__ = ("level", "verdict")

@@ -86,6 +86,7 @@ def test_a_replay_without_room_is_skipped() -> None:
     results = _run(crowd, asks)
     assert {result.finish_reason for result in results} <= {FinishReason.LENGTH, FinishReason.STOP}
     assert replayer.num_violations == 0
+    assert replayer.num_skipped + replayer.num_replayed == len(asks), "each is told"
 
 
 class Recorder:
@@ -128,6 +129,19 @@ def test_neighbours_go_on_during_a_replay() -> None:
     assert order == [0, 1], "the replayed answer goes out before its neighbour has ended"
 
 
+def test_replays_go_on_side_by_side_each_alone_in_its_forwards() -> None:
+    """Under load answers would wait for each other's replays until their time is up, and go out unchecked."""
+    crowd, recorder, replayer = _recorded(1.0)
+    asks = [replace(ASKS[0], max_tokens=6)] * 4
+    results = _run(crowd, asks)
+    replays = [sequences for sequences in recorder.forwards if min(sequences) < 0]
+    assert replayer.num_replayed == len(asks) == len(results) and not replayer.num_skipped
+    assert all(len(sequences) == 1 for sequences in replays)
+    order = [min(sequences) for sequences in replays]
+    assert order.index(-2) < len(order) - 1 - order[::-1].index(-1), "the second begins before the first has ended"
+    assert crowd.ledger.num_held == 0
+
+
 def test_nothing_of_an_answer_leaves_before_its_replay() -> None:
     """Text waits as well: what is withheld later must not have been streamed before."""
     _, _, replayer = _recorded(1.0, keys=[0])
@@ -165,7 +179,12 @@ def test_a_budget_ends_the_wait_for_a_replay() -> None:
     crowd.step()
     result = crowd.traces[0].result
     assert result is not None and len(result.token_ids) == 12 and result.error is None
-    assert replayer.num_replayed == 0 and crowd.ledger.num_held == 0 and not crowd.core.has_work
+    assert (
+        replayer.num_replayed == 0
+        and replayer.num_skipped == 1
+        and crowd.ledger.num_held == 0
+        and not crowd.core.has_work
+    )
 
 
 def test_a_replay_that_fails_refutes_nothing() -> None:
@@ -182,7 +201,7 @@ def test_a_replay_that_fails_refutes_nothing() -> None:
     crowd.finish()
     result = crowd.traces[0].result
     assert result is not None and result.error is None and result.token_ids
-    assert (replayer.num_replayed, replayer.num_violations) == (0, 0)
+    assert (replayer.num_replayed, replayer.num_skipped, replayer.num_violations) == (0, 1, 0)
     assert crowd.ledger.num_held == 0
 
 
