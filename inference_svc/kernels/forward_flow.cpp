@@ -9,9 +9,9 @@ namespace kev {
 namespace {
 
 constexpr int64_t TILE_ROWS = 6;       // that a linear takes at once, in the widest variant
-constexpr int64_t PIECE_UNITS = 288;   // query rows of one key-value head that are worth laying out keys and values for
+constexpr int64_t PIECE_UNITS = 576;   // query rows of one key-value head that are worth laying out keys and values for
 constexpr int64_t LEAST_PIECE_ROWS = 16;
-constexpr int64_t PIECES_PER_THREAD = 3;
+constexpr int64_t PIECES_PER_THREAD = 2;
 
 int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
