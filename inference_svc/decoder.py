@@ -253,7 +253,7 @@ def _read_layer(
         call=call,
         cos=tables[0],
         sin=tables[1],
-        release=lambda: _release(layer),
+        release=lambda: release(layer),
     )
 
 
@@ -303,7 +303,7 @@ def _read_neox_layer(
         call=call,
         cos=tables[0],
         sin=tables[1],
-        release=lambda: _release(layer),
+        release=lambda: release(layer),
     )
 
 
@@ -366,7 +366,8 @@ def _norm(module: _Part) -> Norm:
     raise UnsupportedModelError(f"{type(module).__name__} weighs in a way that is not known here")
 
 
-def _release(module: nn.Module) -> None:
+def release(module: nn.Module) -> None:
+    """Give up the weights of a module, which cannot run any more."""
     let_go(module.parameters())
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)

@@ -35,7 +35,8 @@ from inference_svc.tensor_store import Structures, check_filled
 
 _LOG = logging.getLogger("kev.model")
 
-_MAGIC = b"kev packed model 2\n"
+_KIND = b"kev packed model "
+_MAGIC = _KIND + b"2\n"
 _CONTENT = 3
 """Raised when the same model is packed to other numbers: 2, columns are equalized for int8; 3, rows are spread."""
 _LINE_BYTES = 64
@@ -163,7 +164,7 @@ def open_image(name: ImageName) -> NativeModel | None:
     try:
         with name.path.open("rb") as file:
             about = _description(file)
-            if about["label"] != name.label:
+            if about.get("label") != name.label:
                 return None
             mark_used(file)
             tensors = _mapped(file, about["tensors"])
@@ -177,14 +178,17 @@ def open_image(name: ImageName) -> NativeModel | None:
 
 
 def _description(file: BinaryIO) -> dict[str, Any]:
-    """What an image says of itself.
+    """What an image says of itself; nothing if another version of Kev has written it.
 
     Raises:
         ValueError: it is none, or not a whole one.
     """
     file.seek(0)
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("not a packed model of this version")
+    magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        if magic.startswith(_KIND):
+            return {}
+        raise ValueError("not a packed model")
     start, num_bytes = (int.from_bytes(file.read(8), "little") for _ in range(2))
     if start + num_bytes != os.fstat(file.fileno()).st_size:
         raise ValueError("cut off")

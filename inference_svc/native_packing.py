@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from common.heap import give_back
 from inference_svc.calibration import Prompts, calibrate
-from inference_svc.decoder import Decoder, read_decoder
+from inference_svc.decoder import Decoder, read_decoder, release
 from inference_svc.equalize import equalized
 from inference_svc.file_pages import let_go_after_use
 from inference_svc.kernels.layout import Precision
@@ -62,8 +62,10 @@ def pack_module(
             decoder = equalized(decoder, calibrate(module, prompts, max_context, with_head=False))
     check = NativeCheck(reference=reference, size=size, library=library, num_threads=torch.get_num_threads())
     check.check_reading(decoder)
-    give_back()
+    give_back()  # before the packed weights are there
     packed = _packed(decoder, precision, Precision.F32 if dtype is torch.float32 else Precision.BF16, library, store)
+    release(module)
+    give_back()  # before all of the packed weights are touched
     check.check_packed(packed, precision)
     return packed
 
@@ -72,6 +74,4 @@ def _packed(
     decoder: Decoder, precision: str, kv_precision: Precision, library: Library, store: TensorStore | None
 ) -> NativeModel:
     tell = partial(Progress().tell, f"layers packed in {precision}", total=len(decoder.layers))
-    packed = NativeModel.pack(decoder, NATIVE_PRECISIONS[precision], kv_precision, library, store, tell)
-    give_back()
-    return packed
+    return NativeModel.pack(decoder, NATIVE_PRECISIONS[precision], kv_precision, library, store, tell)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.clock import ManualClock
@@ -19,6 +19,7 @@ from inference_svc.progress import Progress
 from inference_svc.tensor_store import MemoryStore, Structures
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 50), st.booleans(), st.booleans(), st.data()
 )
