@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import EngineDeadError
@@ -218,6 +218,7 @@ def test_an_engine_that_ends_keeps_no_answer_back() -> None:
     assert not crowd.core.has_work and crowd.ledger.num_held == 0
 
 
+@settings(deadline=None)
 @given(rate=st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_the_share_is_the_rate_and_depends_on_ids_alone(rate: float) -> None:
     """Two nodes choose the same questions; about as many as asked for."""
