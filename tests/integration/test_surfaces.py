@@ -454,6 +454,9 @@ async def test_a_dead_engine_is_alive_but_not_ready(runner: GuidedRunner) -> Non
             runner.gate.set()
             assert "ENGINE_DEAD" in (await running).text
             assert (await client.get("/health")).status_code == 200
+            async with asyncio.timeout(10):  # it is given up a moment after its questions were
+                while "starts again" in (await client.get("/ready")).text:
+                    await asyncio.sleep(0.001)
             for response in (await client.get("/ready"), await client.post("/v1/query", json={"queries": ["x"]})):
                 assert response.status_code == 503 and response.headers["retry-after"]
                 assert response.json()["error"]["reason"] == "ENGINE_DEAD"
