@@ -36,15 +36,19 @@ class PartialFile:
     published: bool = False
 
     @classmethod
-    def beside(cls, target: Path) -> Self:
+    def beside(cls, target: Path, *, buffer_bytes: int = -1) -> Self:
         """A new empty one in the folder of ``target``.
+
+        Args:
+            target: the name it is to have.
+            buffer_bytes: written at once; as Python chooses if negative.
 
         Raises:
             OSError: the folder cannot be written.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         path = target.with_name(f"{target.name}.{secrets.token_hex(6)}{_PARTIAL}")
-        file = path.open("x+b")
+        file = path.open("x+b", buffering=buffer_bytes)
         _lock(file, alone=True)
         return cls(path, file)
 

@@ -19,6 +19,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -40,6 +41,8 @@ _MAGIC = _KIND + b"2\n"
 _CONTENT = 3
 """Raised when the same model is packed to other numbers: 2, columns are equalized for int8; 3, rows are spread."""
 _LINE_BYTES = 64
+_BUFFER_BYTES = 16 << 20
+"""Written at once: pieces of a few MiB leave a file in the system's cache that cannot be mapped in large pages."""
 _SPARE_SHARE = 1.02
 """Room that must be free, by what the tensors are estimated at: tables of positions and descriptions come besides."""
 _SUFFIX = ".kevmodel"
@@ -88,7 +91,7 @@ class ImageDraft:
             free = shutil.disk_usage(name.folder).free
             if free < num_bytes * _SPARE_SHARE:
                 raise OSError(f"{num_bytes / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free")
-            partial = PartialFile.beside(name.path)
+            partial = PartialFile.beside(name.path, buffer_bytes=_BUFFER_BYTES)
             partial.file.seek(_LINE_BYTES)
             return cls(name, partial)
         except OSError as error:
@@ -205,7 +208,11 @@ def _mapped(file: BinaryIO, entries: Iterable[dict[str, Any]]) -> tuple[torch.Te
     Raises:
         ValueError: one leaves the file.
     """
-    whole = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # Kernels without large pages refuse: the file is the same in small ones.
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapping, dtype=torch.uint8)
     return tuple(_tensor(whole, entry) for entry in entries)
 
 
