@@ -4,8 +4,8 @@
 
 Shapes are those of Gemma-3-270M (4 query heads, 1 key-value head of 256 numbers) and of two other kinds. Kev computes
 all questions in one call; torch's scaled_dot_product_attention one question after the other, as a batch would pad. Keys
-and values are taken from a pile larger than the caches, as in a real step. How time is taken: ``duel``. Rates are Kev's
-per second of processor time, so of one core.
+and values are taken from a pile larger than the caches, as in a real step. Of what questions share, torch has a copy
+for each. How time is taken: ``duel``. Rates are Kev's per second of processor time, so of one core.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Work:
     num_questions: int
     num_rows: int
     context: int
+    num_shared: int = 0
+    """Positions of the context, its first, that all questions have in common."""
     num_heads: int = 4
     num_kv_heads: int = 1
     head_size: int = 256
@@ -49,19 +51,24 @@ class Work:
         return 4.0 * self.num_questions * visible * self.num_heads * self.head_size
 
     def kv_bytes(self, precision: Precision) -> int:
-        """Keys and values that are seen by any row."""
+        """Keys and values that are seen by any row; what is shared counts once."""
         seen = min(self.context, self.window + self.num_rows - 1) if self.window else self.context
-        return 2 * self.num_questions * seen * self.num_kv_heads * self.head_size * DTYPES[precision].itemsize
+        together = max(0, seen - (self.context - self.num_shared))
+        places = together + self.num_questions * (seen - together)
+        return 2 * places * self.num_kv_heads * self.head_size * DTYPES[precision].itemsize
 
 
 WORKS = (
     Work(name="prefill", num_questions=2, num_rows=1500, context=1500),
     Work(name="prefill, window 512", num_questions=2, num_rows=1500, context=1500, window=512),
+    Work(name="prefill, shared", num_questions=8, num_rows=22, context=1922, num_shared=1900),
     Work(name="prefill", num_questions=1, num_rows=1024, context=1024, num_heads=16, num_kv_heads=8, head_size=128),
     Work(name="prefill", num_questions=4, num_rows=512, context=512, num_heads=9, num_kv_heads=3, head_size=64),
     Work(name="decode", num_questions=8, num_rows=1, context=50),
     Work(name="decode", num_questions=8, num_rows=1, context=500),
     Work(name="decode", num_questions=8, num_rows=1, context=4000),
+    Work(name="decode, shared", num_questions=8, num_rows=1, context=1922, num_shared=1900),
+    Work(name="decode, shared, window 512", num_questions=8, num_rows=1, context=1922, num_shared=1900, window=512),
     Work(name="decode", num_questions=8, num_rows=1, context=1000, num_heads=16, num_kv_heads=8, head_size=128),
     Work(name="decode", num_questions=8, num_rows=1, context=1000, num_heads=12, num_kv_heads=12, head_size=64),
 )
@@ -88,7 +95,7 @@ class Rivals:
 
     def __init__(self, library: Library, pool: Pool, work: Work, precision: Precision) -> None:
         self._library, self._pool, self._work, self._precision = library, pool, work, precision
-        kv = (work.num_questions * work.context, work.num_kv_heads, work.head_size)
+        kv = (self._places(work.num_questions), work.num_kv_heads, work.head_size)
         count = max(1, min(MOST_LAYERS, PILE_BYTES // work.kv_bytes(precision)))
         self._layers = [tuple(torch.randn(kv).to(DTYPES[precision]) for _ in range(2)) for _ in range(count)]
         self._queries = torch.randn(work.num_questions * work.num_rows, work.num_heads, work.head_size)
@@ -101,7 +108,9 @@ class Rivals:
         scratch = torch.empty(num_bytes, dtype=torch.uint8)
         segments = (CSegment * work.num_questions)(
             *(
-                CSegment(i * work.num_rows, work.num_rows, work.context - work.num_rows, 0, 0, i * work.context)
+                CSegment(
+                    i * work.num_rows, work.num_rows, work.context - work.num_rows, 0, work.num_shared, self._places(i)
+                )
                 for i in range(work.num_questions)
             )
         )
@@ -123,16 +132,24 @@ class Rivals:
         causal = work.num_rows == work.context and not work.window
         queries = self._queries.to(DTYPES[self._precision]).view(-1, work.num_rows, work.num_heads, work.head_size)
 
+        def copied(arena: torch.Tensor) -> torch.Tensor:
+            apart = arena[work.num_shared :].view(work.num_questions, -1, work.num_kv_heads, work.head_size)
+            together = arena[: work.num_shared].expand(work.num_questions, -1, -1, -1)
+            return torch.cat((together, apart), dim=1) if work.num_shared else apart
+
         def call(keys: torch.Tensor, values: torch.Tensor) -> None:
-            kv = (work.num_questions, work.context, work.num_kv_heads, work.head_size)
-            for q, k, v in zip(queries, keys.view(kv), values.view(kv), strict=True):
+            for q, k, v in zip(queries, keys, values, strict=True):
                 q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
                 torch.nn.functional.scaled_dot_product_attention(
                     q, k, v, attn_mask=None if causal or work.num_rows == 1 else mask, is_causal=causal, enable_gqa=True
                 )
 
-        for keys, values in cycle(self._layers):
+        for keys, values in cycle([(copied(keys), copied(values)) for keys, values in self._layers]):
             yield partial(call, keys, values)
+
+    def _places(self, count: int) -> int:
+        """Of the arena, that the shared positions and so many questions take."""
+        return self._work.num_shared + count * (self._work.context - self._work.num_shared)
 
     def _described(self, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> CAttention:
         work = self._work

@@ -34,9 +34,16 @@ void run(const AttentionBlock& block, const AttentionScratch& scratch, float* me
     BlockRun<SingleCells<uint16_t, MAX_ROWS>>(block, scratch, memory).run();
 }
 
+void lay_out(const Attention& call, const Shelf& shelf, int64_t kv_head, int64_t tile, float* nothing) {
+  if (static_cast<Precision>(call.kv_type) == Precision::F32)
+    lay_out_shelf<SingleCells<float, MAX_ROWS>>(call, shelf, kv_head, tile, nothing);
+  else
+    lay_out_shelf<SingleCells<uint16_t, MAX_ROWS>>(call, shelf, kv_head, tile, nothing);
+}
+
 }  // namespace
 
-const AttentionVariant ATTENTION_AVX2 = {run};
+const AttentionVariant ATTENTION_AVX2 = {run, lay_out, 1};
 
 }  // namespace kev
 

@@ -46,16 +46,26 @@ struct PairCells {
 
   static void put_query(const float* query, int64_t size, float* cells) {
     for (int64_t i = 0; i < size; i += PACK * LANES) {
-      Vec a = vload_part(query + i, size - i), b = vload_part(query + i + LANES, size - i - LANES);
-      put_weights(cells, i, a, b);
+      const Vec a = vload_part(query + i, size - i), b = vload_part(query + i + LANES, size - i - LANES);
+      _mm512_storeu_si512(cells + i / PACK, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
   }
 
-  static void put_weights(float* cells, int64_t position, Vec& a, Vec& b) {
-    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+  // exp(score - largest), to 2^-17 of itself: rounding it to bfloat16 loses more.
+  static Vec weight(Vec score, Vec largest) {
+    const Vec x = (score - largest) * vsplat(LOG2_E);
+    const Vec f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x); 0 for infinities
+    Vec p = vfma(vsplat(C4), f, vsplat(C3));
+    p = vfma(p, f, vsplat(C2));
+    p = vfma(p, f, vsplat(C1));
+    p = vfma(p, f, vsplat(C0));
+    return vscale(p, x);  // times 2^floor(x)
+  }
+
+  static Vec put_weights(float* cells, int64_t position, Vec a, Vec b, Vec total) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a), ones = _mm512_set1_epi32(0x3F803F80);
     _mm512_storeu_si512(cells + position / PACK, both);
-    a = widened(_mm512_castsi512_si256(both));
-    b = widened(_mm512_extracti64x4_epi64(both, 1));
+    return _mm512_dpbf16_ps(total, (__m512bh)both, (__m512bh)ones);
   }
 
   static void put_values(const Number* const (&rows)[PACK], int64_t column, int64_t count, float* cells) {
@@ -75,9 +85,9 @@ struct PairCells {
   static __m512i numbers(const Number* row, int64_t count) {
     return _mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : count <= 0 ? 0 : (1u << count) - 1, row);
   }
-  static Vec widened(__m256i numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-  }
+  static constexpr float LOG2_E = 1.44269504f;
+  // 2^f on [0, 1], by the Remez exchange.
+  static constexpr float C0 = 1.00000262f, C1 = 0.693003833f, C2 = 0.241442755f, C3 = 0.0520114601f, C4 = 0.0135341678f;
 };
 
 void run(const AttentionBlock& block, const AttentionScratch& scratch, float* memory) {
@@ -87,9 +97,16 @@ void run(const AttentionBlock& block, const AttentionScratch& scratch, float* me
     BlockRun<PairCells>(block, scratch, memory).run();
 }
 
+void lay_out(const Attention& call, const Shelf& shelf, int64_t kv_head, int64_t tile, float* nothing) {
+  if (static_cast<Precision>(call.kv_type) == Precision::F32)
+    lay_out_shelf<SingleCells<float, MAX_ROWS>>(call, shelf, kv_head, tile, nothing);
+  else
+    lay_out_shelf<PairCells>(call, shelf, kv_head, tile, nothing);
+}
+
 }  // namespace
 
-const AttentionVariant ATTENTION_AVX512 = {run};
+const AttentionVariant ATTENTION_AVX512 = {run, lay_out, PairCells::PACK};
 
 }  // namespace kev
 

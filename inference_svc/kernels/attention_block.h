@@ -5,7 +5,9 @@
 // positions. How units are cut into blocks changes no bit of any of them: the sums of a unit run in order of its own
 // positions, whoever else is in the block.
 //
-// Not here: how blocks are cut and handed to threads (attention.cpp), how one is computed (attention_body.h).
+// Keys and values that several blocks see are laid out for products once, by shelves, before any block runs.
+//
+// Not here: how blocks are cut and handed to threads (attention_cut.h), how one is computed (attention_body.h).
 #pragma once
 
 #include "kernels.h"
@@ -14,6 +16,7 @@ namespace kev {
 
 constexpr int64_t MAX_BLOCK_UNITS = 144;
 constexpr int64_t MIN_BLOCK_UNITS = 12;    // that fit in the scratch, however long the context is
+constexpr int64_t SHELF_BLOCK_UNITS = 72;   // of a block that finds all that it sees laid out
 constexpr int64_t POSITION_STEP = 64;      // tiles begin at multiples of it; the widest panel
 constexpr int64_t VALUE_POSITIONS = 256;   // of a tile of values
 constexpr int64_t SCORE_BYTES = 512 << 10;  // of a block with a long context: they stay in the second-level cache
@@ -66,10 +69,28 @@ inline int64_t lowest_visible(const Attention& call, int64_t position) {
   return call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
 }
 
+// What blocks see of positions [low, end) of a segment, laid out for every key-value head.
+struct Shelf {
+  const Segment* segment;
+  int64_t low;
+  int64_t end;
+  float* memory;   // [key-value heads, floats]
+  int64_t floats;  // of one head: [positions, head] of keys, [head / panel, positions + 1, panel] of values, in cells
+
+  // `pack` numbers to a cell.
+  static int64_t floats_of(int64_t positions, int64_t head_size, int64_t pack) {
+    return (2 * positions / pack + 1) * rounded_up(head_size, POSITION_STEP);
+  }
+  int64_t from() const { return low / POSITION_STEP * POSITION_STEP; }
+  int64_t positions() const { return rounded_up(end - from(), POSITION_STEP); }
+};
+
 struct AttentionBlock {
   const Attention* call;
   const Segment* only;              // of all rows; unless:
-  const Segment* const* several;    // one for each row, by position; they share the prefix, and each sees it to its end
+  const Segment* const* several;    // one for each row, by position; they share the prefix
+  const Shelf* prefix;               // of `only`, its first positions; or null
+  const Shelf* own;                  // of `only`, those that follow; null: the block lays them out for itself
   int64_t kv_head;
   int64_t first;  // units [first, last)
   int64_t last;
@@ -84,6 +105,9 @@ struct AttentionBlock {
 
 struct AttentionVariant {
   void (*run)(const AttentionBlock& block, const AttentionScratch& scratch, float* memory);
+  // Lays out POSITION_STEP positions of a shelf, from `tile` on, for one key-value head.
+  void (*lay_out)(const Attention& call, const Shelf& shelf, int64_t kv_head, int64_t tile, float* nothing);
+  int64_t pack;  // bfloat16 numbers to a cell
 };
 
 extern const AttentionVariant ATTENTION_PORTABLE;

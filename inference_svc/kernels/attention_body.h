@@ -3,81 +3,118 @@
 // Invariants and semantics: scores and outputs are products of small matrices whose terms are summed one by one: over
 // the head for a score, over positions for an output, each number in a lane of its own. So neither the shape of a tile
 // nor the other units change its bits. Scores of the whole visible range are kept, so the softmax knows its maximum
-// before its first exponential; exponentials are summed by (position % lanes), then across the lanes in one fixed tree.
-// Positions that a unit does not see may be read for a neighbour that sees them, and never enter the unit's sums.
+// before its first exponential; exponentials are summed by position modulo lanes, then across the lanes in one fixed
+// tree. Positions that a unit does not see may be read for a neighbour that sees them; to the unit's sums they add
+// a zero at most, which changes nothing but the sign of a zero, and finish() gives every zero the same sign.
 //
 // A block of few units computes little for every number that it reads: there the products ask for the keys and values
 // that come next, so that memory and arithmetic are busy at once.
 //
-// Several questions with one prefix are computed in passes: over the tiles of the prefix for the units of all, then over
-// the rest for the units of one question at a time. A unit's own sums go from position to position as in one pass.
+// A block is computed in passes over neighbouring ranges of positions: what is laid out on a shelf, and what is not; or
+// what several questions share, for the units of all, and then the rest of one question at a time. A unit's own sums go
+// from position to position as in one pass.
 //
-// A `Cells` says how numbers of the arena become lanes: a cell is 32 bits, and PACK how many numbers it holds: one
-// float, or two bfloat16.
+// Not here: how the arena becomes cells (attention_layout.h).
 #pragma once
 
 #include <cmath>
 #include <cstring>
 #include <type_traits>
 
-#include "attention_block.h"
-#include "vecmath.h"
+#include "attention_layout.h"
 
 namespace kev {
 namespace {
 
-constexpr int64_t PANEL = PANEL_VECS * LANES;  // keys of a tile, columns of a panel of values
-constexpr int64_t FETCH_AHEAD = 16;            // positions of values
-constexpr int64_t CACHE_LINE = 64;
-
-// Asks for lines of memory one by one: `row_bytes` of every `stride`.
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const void* rows, int64_t row_bytes, int64_t stride)
-      : row_(static_cast<const char*>(rows)), row_bytes_(row_bytes), stride_(stride) {}
-  void line() {
-    __builtin_prefetch(row_ + offset_, 0, 2);
-    offset_ += CACHE_LINE;
-    if (offset_ < row_bytes_) return;
-    offset_ = 0;
-    row_ += stride_;
+// sum[r, j] += a[r] . b[j]
+template <class Cells, int ROWS, int VECS>
+inline __attribute__((always_inline)) void add_products(const float* a, int64_t lda, const float* b,
+                                                        Vec (&sum)[ROWS][VECS]) {
+  Vec columns[VECS];
+  for (int v = 0; v < VECS; ++v) columns[v] = vload(b + v * LANES);
+  for (int r = 0; r < ROWS; ++r) {
+    const Vec factor = vsplat(a[r * lda]);
+    for (int v = 0; v < VECS; ++v) sum[r][v] = Cells::add_product(sum[r][v], factor, columns[v]);
   }
-
- private:
-  const char* row_ = nullptr;
-  int64_t row_bytes_ = 0, stride_ = 0, offset_ = 0;
-};
-
-// c[r, j] = (KEEP ? c[r, j] : 0) + sum over i of a[r, i] . b[i, j], one i after the other; times `scale` unless KEEP.
-// Asks for FETCH lines on the way.
-template <class Cells, int ROWS, int VECS, bool KEEP, int FETCH>
-__attribute__((noinline)) void multiply(const float* a, int64_t lda, const float* b, int64_t steps, float scale,
-                                        float* c, int64_t ldc, [[maybe_unused]] Ahead* ahead) {
-  Vec sum[ROWS][VECS];
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < VECS; ++v) sum[r][v] = KEEP ? vload(c + r * ldc + v * LANES) : vsplat(0.0f);
-  for (int64_t i = 0; i < steps; ++i) {
-    for (int line = 0; line < FETCH; ++line) ahead->line();
-    Vec columns[VECS];
-    for (int v = 0; v < VECS; ++v) columns[v] = vload(b + i * PANEL + v * LANES);
-    for (int r = 0; r < ROWS; ++r) {
-      const Vec factor = vsplat(a[r * lda + i]);
-      for (int v = 0; v < VECS; ++v) sum[r][v] = Cells::add_product(sum[r][v], factor, columns[v]);
-    }
-  }
-  for (int r = 0; r < ROWS; ++r)
-    for (int v = 0; v < VECS; ++v) vstore(c + r * ldc + v * LANES, KEEP ? sum[r][v] : sum[r][v] * vsplat(scale));
 }
 
-using Product = void (*)(const float*, int64_t, const float*, int64_t, float, float*, int64_t, Ahead*);
+// c[r, j] = scale * sum over i of a[r, i] . b[i, j], one i after the other. Asks for FETCH lines on the way.
+template <class Cells, int ROWS, int VECS, int FETCH>
+__attribute__((noinline)) void score_product(const float* a, int64_t lda, const float* b, int64_t steps, float scale,
+                                             float* c, int64_t ldc, [[maybe_unused]] Ahead* ahead) {
+  Vec sum[ROWS][VECS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECS; ++v) sum[r][v] = vsplat(0.0f);
+  for (int64_t i = 0; i < steps; ++i) {
+    for (int line = 0; line < FETCH; ++line) ahead->line();
+    add_products<Cells>(a + i, lda, b + i * PANEL, sum);
+  }
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECS; ++v) vstore(c + r * ldc + v * LANES, sum[r][v] * vsplat(scale));
+}
 
-// The product for as many registers of columns as hold `count` columns, at most PANEL.
-template <class Cells, int ROWS, bool KEEP, int FETCH, int VECS = PANEL_VECS>
-inline Product product_of(int64_t count) {
+// The cells of positions that some of a group of units see.
+struct Cover {
+  int64_t position;         // of the first
+  int64_t before;           // cells until all see them whole
+  int64_t together;         // cells that all see
+  int64_t after;            // cells after those
+  const int64_t *low, *end;  // [units]
+};
+
+// The bits of a cell, its first number at `position`, that a unit sees which sees [low, end).
+template <class Cells>
+inline uint32_t visible_bits(int64_t position, int64_t low, int64_t end) {
+  constexpr int BITS = 32 / Cells::PACK;
+  uint32_t bits = 0;
+  for (int i = 0; i < Cells::PACK; ++i)
+    if (position + i >= low && position + i < end) bits |= 0xFFFFFFFFu >> (32 - BITS) << i * BITS;
+  return bits;
+}
+
+// c[r, j] += sum over the cells of a[r, i] . b[i, j], one i after the other; what a unit does not see counts as zero.
+template <class Cells, int ROWS, int VECS, int FETCH>
+__attribute__((noinline)) void mix_product(const float* a, int64_t lda, const float* b, const Cover& cover, float* c,
+                                           int64_t ldc, [[maybe_unused]] Ahead* ahead) {
+  Vec sum[ROWS][VECS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECS; ++v) sum[r][v] = vload(c + r * ldc + v * LANES);
+  const auto add_visible = [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      for (int r = 0; r < ROWS; ++r) {
+        const uint32_t bits = visible_bits<Cells>(cover.position + i * Cells::PACK, cover.low[r], cover.end[r]);
+        const Vec factor = vbits_and(vsplat(a[r * lda + i]), bits);
+        for (int v = 0; v < VECS; ++v)
+          sum[r][v] = Cells::add_product(sum[r][v], factor, vbits_and(vload(b + i * PANEL + v * LANES), bits));
+      }
+    }
+  };
+  const int64_t middle = cover.before + cover.together;
+  add_visible(0, cover.before);
+  for (int64_t i = cover.before; i < middle; ++i) {
+    for (int line = 0; line < FETCH; ++line) ahead->line();
+    add_products<Cells>(a + i, lda, b + i * PANEL, sum);
+  }
+  add_visible(middle, middle + cover.after);
+  for (int r = 0; r < ROWS; ++r)
+    for (int v = 0; v < VECS; ++v) vstore(c + r * ldc + v * LANES, sum[r][v]);
+}
+
+using ScoreProduct = void (*)(const float*, int64_t, const float*, int64_t, float, float*, int64_t, Ahead*);
+using MixProduct = void (*)(const float*, int64_t, const float*, const Cover&, float*, int64_t, Ahead*);
+
+// The products for as many registers of columns as hold `count` columns, at most PANEL.
+template <class Cells, int ROWS, int FETCH, int VECS = PANEL_VECS>
+inline ScoreProduct score_product_of(int64_t count) {
   if constexpr (VECS > 1)
-    if (count <= (VECS - 1) * LANES) return product_of<Cells, ROWS, KEEP, FETCH, VECS - 1>(count);
-  return multiply<Cells, ROWS, VECS, KEEP, FETCH>;
+    if (count <= (VECS - 1) * LANES) return score_product_of<Cells, ROWS, FETCH, VECS - 1>(count);
+  return score_product<Cells, ROWS, VECS, FETCH>;
+}
+template <class Cells, int ROWS, int FETCH, int VECS = PANEL_VECS>
+inline MixProduct mix_product_of(int64_t count) {
+  if constexpr (VECS > 1)
+    if (count <= (VECS - 1) * LANES) return mix_product_of<Cells, ROWS, FETCH, VECS - 1>(count);
+  return mix_product<Cells, ROWS, VECS, FETCH>;
 }
 
 // Calls body(size, first) for groups of units that are computed together; the size is a compile-time constant.
@@ -86,9 +123,6 @@ inline void in_groups(int64_t units, F&& body, int64_t first = 0) {
   for (; units - first >= ROWS; first += ROWS) body(std::integral_constant<int, ROWS>{}, first);
   if constexpr (ROWS > 1) in_groups<(ROWS > 8 ? 8 : ROWS > 4 ? 4 : ROWS / 2)>(units, body, first);
 }
-
-inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 template <class Cells>
 class BlockRun {
@@ -101,8 +135,6 @@ class BlockRun {
         steps_((call_.head_size + Cells::PACK - 1) / Cells::PACK),
         head_(scratch.head),
         stride_(AttentionScratch::stride(block.end(block.last - 1) - block.lowest(block.first))),
-        row_bytes_(call_.head_size * static_cast<int64_t>(sizeof(Number))),
-        row_stride_(row_bytes_ * call_.num_kv_heads),
         nothing_(reinterpret_cast<Number*>(memory + scratch.nothing)),
         queries_(memory + scratch.queries),
         keys_(memory + scratch.keys),
@@ -114,13 +146,13 @@ class BlockRun {
     for (int64_t u = 0; u < units_; ++u) {
       lows_[u] = block_.lowest(block_.first + u);
       ends_[u] = block_.end(block_.first + u);
-      Cells::put_query(query(u), call_.head_size, queries_ + u * head_);
     }
     std::memset(nothing_, 0, static_cast<size_t>(call_.head_size) * sizeof(Number));
-    in_passes(PANEL, [&](int64_t tile) { score(tile); });
-    for (int64_t u = 0; u < units_; ++u) totals_[u] = weigh(scores_ + u * stride_, lows_[u] - base_, ends_[u] - base_);
+    in_passes([&] { score(); });
+    for (int64_t u = 0; u < units_; ++u)
+      shares_[u] = 1.0f / weigh(scores_ + u * stride_, lows_[u] - base_, ends_[u] - base_);
     std::memset(sums_, 0, static_cast<size_t>(units_ * head_) * sizeof(float));
-    in_passes(VALUE_POSITIONS, [&](int64_t tile) { mix(tile); });
+    in_passes([&] { mix(); });
     for (int64_t u = 0; u < units_; ++u) finish(u);
   }
 
@@ -130,257 +162,181 @@ class BlockRun {
   static constexpr int LINES_AT_LEAST = static_cast<int>(PANEL * Cells::PACK * sizeof(Number) / CACHE_LINE / 2);
   static constexpr int LINES = LINES_AT_LEAST > 0 ? LINES_AT_LEAST : 1;
 
-  // Calls body(tile) for the tiles of each pass, at most `step` positions long.
+  // Calls body() for each pass.
   template <class F>
-  void in_passes(int64_t step, F&& body) {
-    if (!block_.several) return pass(*block_.only, 0, units_, base_, ends_[units_ - 1], step, body);
+  void in_passes(F&& body) {
+    const int64_t end = ends_[units_ - 1];
+    if (!block_.several) {
+      int64_t from = base_;
+      if (block_.prefix) pass(*block_.only, block_.prefix, 0, units_, from, block_.prefix->end, body);
+      if (block_.prefix) from = most(from, block_.prefix->end);
+      return pass(*block_.only, block_.own, 0, units_, from, end, body);
+    }
     const int64_t group = block_.group(), shared = end_together(*block_.several[0]);
-    pass(*block_.several[0], 0, units_, base_, shared, step, body);
+    pass(*block_.several[0], nullptr, 0, units_, base_, shared, body);
     for (int64_t u = 0; u < units_; u += group)
-      pass(block_.segment(block_.first + u), u, u + group, shared, ends_[u], step, body);
+      pass(block_.segment(block_.first + u), nullptr, u, u + group, shared, ends_[u], body);
   }
 
-  // Units [first, last), over what they see of positions [from, to), which lie where the segment says.
+  // Units [first, last), over what they see of positions [from, to), which lie where the segment or the shelf says.
   template <class F>
-  void pass(const Segment& segment, int64_t first, int64_t last, int64_t from, int64_t to, int64_t step, F&& body) {
-    segment_ = &segment;
+  void pass(const Segment& segment, const Shelf* shelf, int64_t first, int64_t last, int64_t from, int64_t to, F&& body) {
+    const int64_t low = most(from, lows_[first]), end = least(to, ends_[last - 1]);
+    if (low >= end) return;
+    source_ = Source<Cells>(call_, segment, block_.kv_head, low, end, nothing_);
+    shelf_ = shelf;
     first_ = first;
     last_ = last;
-    low_ = most(from, lows_[first]);
-    end_ = least(to, ends_[last - 1]);
-    few_ = last - first <= Cells::ROWS;
-    step_ = few_ ? least(step, POSITION_STEP) : step;  // small where memory is what few units wait for
-    for (int64_t tile = low_ / POSITION_STEP * POSITION_STEP; tile < end_; tile += step_) body(tile);
+    few_ = last - first <= Cells::ROWS && !shelf;
+    body();
   }
 
   int64_t row(int64_t u) const { return block_.segment(block_.first + u).row + block_.row(block_.first + u); }
   int64_t head(int64_t u) const { return block_.kv_head * block_.group() + (block_.first + u) % block_.group(); }
   const float* query(int64_t u) const { return call_.q + row(u) * call_.ldq + head(u) * call_.head_size; }
 
-  // in_groups() of the units of the pass.
-  template <class F>
-  void in_units(F&& body) const {
-    in_groups<Cells::ROWS>(last_, body, first_);
-  }
-
-  // The key or value of a position; zeros when nobody in the pass sees it.
-  const Number* place(const void* arena, int64_t position) const {
-    if (position < low_ || position >= end_) return nothing_;
-    const int64_t at = position < segment_->num_prefix ? segment_->prefix_start + position
-                                                       : segment_->private_start + position - segment_->num_prefix;
-    return static_cast<const Number*>(arena) + (at * call_.num_kv_heads + block_.kv_head) * call_.head_size;
-  }
-
-  // What follows `position`; where that is elsewhere, asking for it is vain and harmless.
-  Ahead ahead_of(const void* arena, int64_t position) const {
-    return position < end_ ? Ahead(place(arena, position), row_bytes_, row_stride_) : Ahead(nothing_, row_bytes_, 0);
+  // Scores of the pass.
+  void score() {
+    const int64_t first = source_.low() / POSITION_STEP * POSITION_STEP;
+    for (int64_t tile = first; tile < source_.end(); tile += PANEL) {
+      if (shelf_) {
+        score(tile, ShelfCells<Cells>(call_, *shelf_, block_.kv_head).keys_at(tile));
+        continue;
+      }
+      ahead_ = tile + PANEL < source_.end() ? source_.keys_from(tile + PANEL) : source_.values_from(source_.low());
+      source_.lay_keys(tile, keys_, few_ ? &ahead_ : nullptr);
+      score(tile, keys_);
+    }
   }
 
   // Scores of PANEL positions from `tile` on, for every unit of the pass that sees any of them.
-  void score(int64_t tile) {
-    const int64_t count = least(end_ - tile, PANEL);
-    ahead_ = tile + PANEL < end_ ? ahead_of(call_.keys, tile + PANEL) : ahead_of(call_.values, low_);
-    for (int64_t key = 0; key < count; key += LANES) transpose_keys(tile + key, keys_ + key);
-    in_units([&](auto size, int64_t u) {
+  void score(int64_t tile, const float* keys) {
+    const int64_t count = least(source_.end() - tile, PANEL);
+    in_groups<Cells::ROWS>(last_, [&](auto size, int64_t u) {
       constexpr int ROWS = decltype(size)::value;
+      const bool more = read_queries(u + ROWS);
       if (tile >= ends_[u + ROWS - 1] || tile + PANEL <= lows_[u]) return;
-      const Product product = few_ ? product_of<Cells, ROWS, false, LINES>(count)
-                                   : product_of<Cells, ROWS, false, 0>(least(count, ends_[u + ROWS - 1] - tile));
-      product(queries_ + u * head_, head_, keys_, steps_, call_.scale, scores_ + u * stride_ + tile - base_, stride_,
-              &ahead_);
-    });
+      const int64_t skipped = few_ ? 0 : most(lows_[u] - tile, 0) / LANES * LANES;
+      const int64_t seen = few_ ? count : least(count, ends_[u + ROWS - 1] - tile) - skipped;
+      const ScoreProduct product = few_   ? score_product_of<Cells, ROWS, LINES>(seen)
+                                   : more ? score_product_of<Cells, ROWS, 1>(seen)
+                                          : score_product_of<Cells, ROWS, 0>(seen);
+      product(queries_ + u * head_, head_, keys + skipped, steps_, call_.scale,
+              scores_ + u * stride_ + tile + skipped - base_, stride_, &ahead_);
+    }, first_);
   }
 
-  // Writes the keys of LANES positions as columns, and asks for those of the next tile unless the products do.
-  void transpose_keys(int64_t position, float* columns) {
-    const Number *rows[LANES], *next[LANES];
-    for (int i = 0; i < LANES; ++i) {
-      rows[i] = place(call_.keys, position + i);
-      next[i] = few_ ? rows[i] : place(call_.keys, position + PANEL + i);
-    }
-    int64_t cell = 0;
-    for (; cell + LANES <= call_.head_size / Cells::PACK; cell += LANES) {
-      transpose_cells(rows, cell, LANES * Cells::PACK, columns, LANES);
-      if (cell * Cells::PACK * sizeof(Number) % CACHE_LINE != 0) continue;
-      if (few_)
-        for (int i = 0; i < LANES / 2; ++i) ahead_.line();
-      else
-        for (int i = 0; i < LANES; ++i) __builtin_prefetch(next[i] + cell * Cells::PACK);
-    }
-    if (cell < steps_) transpose_cells(rows, cell, call_.head_size - cell * Cells::PACK, columns, steps_ - cell);
+  // Reads the queries of the first so many units, if that was not done before; then says whether more are to come, and
+  // has the next ones fetched.
+  bool read_queries(int64_t count) {
+    if (count <= num_read_) return false;
+    for (; num_read_ < count; ++num_read_)
+      Cells::put_query(query(num_read_), call_.head_size, queries_ + num_read_ * head_);
+    if (few_ || num_read_ == units_) return false;
+    const int64_t first = num_read_ - (block_.first + num_read_) % block_.group();  // of its row
+    ahead_ = Ahead(call_.q + row(first) * call_.ldq + block_.kv_head * block_.group() * call_.head_size,
+                   block_.group() * call_.head_size * static_cast<int64_t>(sizeof(float)),
+                   call_.ldq * static_cast<int64_t>(sizeof(float)));
+    return true;
   }
 
-  // Cells from `cell` on, that hold `numbers` of each row; writes `count` lines of columns.
-  static void transpose_cells(const Number* const (&rows)[LANES], int64_t cell, int64_t numbers, float* columns,
-                              int64_t count) {
-    Vec block[LANES];
-    for (int i = 0; i < LANES; ++i) block[i] = Cells::read(rows[i] + cell * Cells::PACK, numbers);
-    vtranspose(block);
-    for (int i = 0; i < LANES; ++i)
-      if (i < count) vstore(columns + (cell + i) * PANEL, block[i]);
+  // Calls body(position, whole) for every two registers of positions that hold any of [low, end); whole: no others.
+  template <class F>
+  static void in_pairs(int64_t low, int64_t end, F&& body) {
+    constexpr int64_t STEP = 2 * LANES;
+    int64_t i = low / STEP * STEP;
+    if (i < low) body(i, std::false_type{}), i += STEP;
+    for (; i + STEP <= end; i += STEP) body(i, std::true_type{});
+    if (i < end) body(i, std::false_type{});
   }
 
   // Turns a unit's scores of positions [low, end) (from the base) into weights, and returns their sum.
   float weigh(float* scores, int64_t low, int64_t end) const {
-    const int64_t first = low / (2 * LANES) * (2 * LANES);
-    Vec largest = vsplat(-INFINITY);
-    for (int64_t i = first; i < end; i += LANES) {
-      Vec x = vload(scores + i);
-      if (call_.softcap > 0.0f) {
-        x = vsoften(x, vsplat(call_.softcap));
-        vstore(scores + i, x);
-      }
-      largest = vmax(largest, visible(x, i, low, end, -INFINITY));
-    }
-    const Vec shift = vsplat(vlargest(largest));
+    if (call_.softcap > 0.0f)
+      for (int64_t i = low / LANES * LANES; i < end; i += LANES)
+        vstore(scores + i, vsoften(vload(scores + i), vsplat(call_.softcap)));
+    Vec largest = vsplat(-INFINITY), other = largest;
+    in_pairs(low, end, [&](int64_t i, auto whole) {
+      largest = vmax(largest, visible(whole, vload(scores + i), i, low, end, -INFINITY));
+      other = vmax(other, visible(whole, vload(scores + i + LANES), i + LANES, low, end, -INFINITY));
+    });
+    const Vec shift = vsplat(vlargest(vmax(largest, other)));
     Vec total = vsplat(0.0f);
-    for (int64_t i = first; i < end; i += 2 * LANES) {
-      Vec a = visible(vexp(vload(scores + i) - shift), i, low, end, 0.0f);
-      Vec b = visible(vexp(vload(scores + i + LANES) - shift), i + LANES, low, end, 0.0f);
-      Cells::put_weights(scores, i, a, b);
-      total = total + a;
-      total = total + b;
-    }
+    in_pairs(low, end, [&](int64_t i, auto whole) {
+      const Vec a = visible(whole, Cells::weight(vload(scores + i), shift), i, low, end, 0.0f);
+      const Vec b = visible(whole, Cells::weight(vload(scores + i + LANES), shift), i + LANES, low, end, 0.0f);
+      total = Cells::put_weights(scores, i, a, b, total);
+    });
     return vsum(total);
   }
 
   // x where its position is in [low, end), else `other`.
-  static Vec visible(Vec x, int64_t position, int64_t low, int64_t end, float other) {
-    if (position >= low && position + LANES <= end) return x;
-    return vselect(vwithout(vfirst(end - position), vfirst(low - position)), x, vsplat(other));
+  template <bool WHOLE>
+  static Vec visible(std::bool_constant<WHOLE>, Vec x, int64_t position, int64_t low, int64_t end, float other) {
+    if constexpr (WHOLE) return x;
+    else return vselect(vwithout(vfirst(end - position), vfirst(low - position)), x, vsplat(other));
   }
 
-  // Adds the weighted values of a tile of positions.
-  void mix(int64_t tile) {
-    const int64_t stop = least(tile + step_, end_);
-    ahead_ = ahead_of(call_.values, stop);
-    for (int64_t p = most(tile, low_ / Cells::PACK * Cells::PACK); p < stop; p += Cells::PACK) pack_values(tile, p);
+  // Adds the weighted values of the pass.
+  void mix() {
+    const int64_t first = source_.low() / POSITION_STEP * POSITION_STEP;
+    if (shelf_) return mix(first, source_.end(), ShelfCells<Cells>(call_, *shelf_, block_.kv_head).values);
+    const int64_t step = few_ ? POSITION_STEP : VALUE_POSITIONS;  // small where memory is what few units wait for
+    for (int64_t tile = first; tile < source_.end(); tile += step) {
+      const ValuePanels<Cells> panels{values_, tile, VALUE_POSITIONS};
+      const int64_t stop = least(tile + step, source_.end());
+      ahead_ = source_.values_from(stop);
+      source_.lay_values(tile, stop, panels, few_ ? &ahead_ : nullptr);
+      mix(tile, stop, panels);
+    }
+  }
+
+  // The same of positions [from, to).
+  void mix(int64_t from, int64_t to, const ValuePanels<Cells>& panels) {
     for (int64_t column = 0; column < call_.head_size; column += PANEL) {
-      in_units([&](auto size, int64_t u) {
+      const int64_t count = call_.head_size - column;
+      in_groups<Cells::ROWS>(last_, [&](auto size, int64_t u) {
         constexpr int ROWS = decltype(size)::value;
-        // All of the group see positions [from, to); what only some of them see, each adds alone.
-        int64_t from = rounded_up(most(tile, lows_[u + ROWS - 1]), Cells::PACK);
-        int64_t to = least(stop, ends_[u]) / Cells::PACK * Cells::PACK;
-        if (from >= to) from = to = stop;
-        for (int64_t i = u; i < u + ROWS; ++i) mix_one(tile, column, i, most(tile, lows_[i]), least(from, ends_[i]));
-        if (from < to) mix_group<ROWS>(tile, column, u, from, to);
-        for (int64_t i = u; i < u + ROWS; ++i) mix_one(tile, column, i, to, least(stop, ends_[i]));
-      });
+        constexpr int64_t PACK = Cells::PACK;
+        const int64_t low = most(from, lows_[u]) / PACK, end = (least(to, ends_[u + ROWS - 1]) + PACK - 1) / PACK;
+        if (low >= end) return;
+        const int64_t all_low = least((most(from, lows_[u + ROWS - 1]) + PACK - 1) / PACK, end);
+        const int64_t all_end = most(least(to, ends_[u]) / PACK, all_low);
+        const Cover cover{low * PACK, all_low - low, all_end - all_low, end - all_end, lows_ + u, ends_ + u};
+        const MixProduct product =
+            few_ ? mix_product_of<Cells, ROWS, LINES>(count) : mix_product_of<Cells, ROWS, 0>(count);
+        product(scores_ + u * stride_ + low - base_ / PACK, stride_, panels.at(column, low * PACK), cover,
+                sums_ + u * head_ + column, head_, &ahead_);
+      }, first_);
     }
   }
 
-  // Lays out the values of one cell of positions by panels of columns, and asks for those of a later cell.
-  void pack_values(int64_t tile, int64_t position) {
-    const Number *rows[Cells::PACK], *next[Cells::PACK];
-    for (int i = 0; i < Cells::PACK; ++i) {
-      rows[i] = place(call_.values, position + i);
-      next[i] = few_ ? rows[i] : place(call_.values, position + FETCH_AHEAD + i);
-    }
-    int64_t column = 0;
-    for (; column + PANEL <= call_.head_size; column += PANEL) {
-      Cells::put_values(rows, column, PANEL, panel(tile, column, position));
-      for (int i = 0; i < Cells::PACK; ++i)
-        if (few_) ahead_.line();
-        else __builtin_prefetch(next[i] + column);
-    }
-    if (column < call_.head_size)
-      Cells::put_values(rows, column, call_.head_size - column, panel(tile, column, position));
-  }
-
-  // The cells of a position, PANEL columns of them. Panels lie a little more than a power of two apart: at one, they
-  // would share few sets of the cache.
-  float* panel(int64_t tile, int64_t column, int64_t position) const {
-    return values_ + (column / PANEL * (VALUE_POSITIONS / Cells::PACK + 1) + (position - tile) / Cells::PACK) * PANEL;
-  }
-
-  // Positions [from, to), PANEL columns.
-  template <int ROWS>
-  void mix_group(int64_t tile, int64_t column, int64_t u, int64_t from, int64_t to) {
-    const int64_t count = call_.head_size - column;
-    const Product product =
-        few_ ? product_of<Cells, ROWS, true, LINES>(count) : product_of<Cells, ROWS, true, 0>(count);
-    product(scores_ + u * stride_ + (from - base_) / Cells::PACK, stride_, panel(tile, column, from),
-            (to - from) / Cells::PACK, 1.0f, sums_ + u * head_ + column, head_, &ahead_);
-  }
-
-  // The same for one unit, whose positions may begin or end inside a cell.
-  void mix_one(int64_t tile, int64_t column, int64_t u, int64_t from, int64_t to) {
-    if (from >= to) return;
-    if constexpr (Cells::PACK == 2) {
-      if (from % 2 != 0) mix_half(tile, column, u, from++, 0xFFFF0000u);
-      if (to % 2 != 0) {
-        if (from < to - 1) mix_group<1>(tile, column, u, from, to - 1);
-        return mix_half(tile, column, u, to - 1, 0x0000FFFFu);
-      }
-    }
-    if (from < to) mix_group<1>(tile, column, u, from, to);
-  }
-
-  // One position of a cell; the other half is not the unit's to see, and its weight is 0 already.
-  void mix_half(int64_t tile, int64_t column, int64_t u, int64_t position, uint32_t half) {
-    const Vec weight = vsplat(scores_[u * stride_ + (position - base_) / Cells::PACK]);
-    const float* cells = panel(tile, column, position);
-    float* sum = sums_ + u * head_ + column;
-    for (int64_t i = 0; i < PANEL; i += LANES)
-      vstore(sum + i, Cells::add_product(vload(sum + i), weight, vbits_and(vload(cells + i), half)));
-  }
-
+  // Writes a unit's output.
   void finish(int64_t u) {
     float* out = call_.out + row(u) * call_.ldo + head(u) * call_.head_size;
-    const Vec total = vsplat(totals_[u]);
-    for (int64_t column = 0; column < call_.head_size; column += LANES)
-      vstore_part(out + column, vload(sums_ + u * head_ + column) / total, call_.head_size - column);
+    const float* sums = sums_ + u * head_;
+    const Vec share = vsplat(shares_[u]), zero = vsplat(0.0f);
+    for (int64_t i = 0; i < call_.head_size; i += LANES)
+      vstore_part(out + i, (vload(sums + i) + zero) * share, call_.head_size - i);
   }
 
   const AttentionBlock& block_;
   const Attention& call_;
   const int64_t units_;
-  const int64_t base_;       // position of the first score
-  const int64_t steps_;      // cells of a head
+  const int64_t base_;   // position of the first score
+  const int64_t steps_;  // cells of a head
   const int64_t head_, stride_;
-  const int64_t row_bytes_, row_stride_;  // of a position in the arena
   // Of the pass under way.
-  const Segment* segment_ = nullptr;
+  Source<Cells> source_;
+  const Shelf* shelf_ = nullptr;    // null: the block lays the positions out
   int64_t first_ = 0, last_ = 0;  // its units
-  int64_t low_ = 0, end_ = 0;     // positions that somebody in it sees
-  int64_t step_ = 0;              // positions of a tile
   bool few_ = false;              // units: one group of them
   Number* nothing_;  // a row of zeros
-  Ahead ahead_;      // of the values
+  Ahead ahead_;
   float *queries_, *keys_, *values_, *sums_, *scores_;
   int64_t lows_[MAX_BLOCK_UNITS], ends_[MAX_BLOCK_UNITS];  // of the positions that a unit sees
-  float totals_[MAX_BLOCK_UNITS];
-};
-
-// Numbers as floats, one to a cell.
-template <class N, int MAX_ROWS>
-struct SingleCells {
-  using Number = N;
-  static constexpr int PACK = 1;
-  static constexpr int ROWS = MAX_ROWS;
-
-  static Vec add_product(Vec sum, Vec a, Vec b) { return vfma(a, b, sum); }
-
-  // LANES cells of a row, made of `count` numbers; 0 beyond them.
-  static Vec read(const Number* row, int64_t count) {
-    if constexpr (std::is_same_v<Number, float>) return vload_part(row, count);
-    else return vload_bf16_part(row, count);
-  }
-
-  static void put_query(const float* query, int64_t size, float* cells) {
-    std::memcpy(cells, query, static_cast<size_t>(size) * sizeof(float));
-  }
-
-  // Writes the weights of 2 * LANES positions; a and b become what was written.
-  static void put_weights(float* cells, int64_t position, Vec& a, Vec& b) {
-    vstore(cells + position, a);
-    vstore(cells + position + LANES, b);
-  }
-
-  // PANEL columns, from `column` on, of the values of a cell of positions; 0 beyond `count` of them.
-  static void put_values(const Number* const (&rows)[PACK], int64_t column, int64_t count, float* cells) {
-    for (int64_t i = 0; i < PANEL; i += LANES) vstore(cells + i, read(rows[0] + column + i, count - i));
-  }
+  float shares_[MAX_BLOCK_UNITS];                          // of its output that a weight of one stands for
+  int64_t num_read_ = 0;                                   // queries
 };
 
 }  // namespace

@@ -103,6 +103,11 @@ def test_attention_stays_within_its_memory_and_threads(builds: Builds, flags: tu
     _run([builds.program("attention_test", ATTENTION, flags)])
 
 
+def test_attention_is_cut_into_blocks_that_fit(builds: Builds) -> None:
+    """Every output in one block, no block with more scores than the scratch holds, and together what reads the same."""
+    _run([builds.program("attention_cut_test", (), MEMORY)])
+
+
 def test_rows_stay_within_their_memory(builds: Builds) -> None:
     """Odd widths in buffers of exactly their size, every variant."""
     _run([builds.program("rowwise_test", ROWWISE, MEMORY)])

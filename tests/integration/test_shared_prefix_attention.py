@@ -106,6 +106,21 @@ def test_more_questions_than_a_block_or_the_scratch_holds_give_their_own_bits(
     assert_each_as_if_alone(calls, shape, last_rows(shape, num_prefix, num_private))
 
 
+@pytest.mark.parametrize("kv_type", KV_TYPES, ids=lambda kv_type: kv_type.name)
+@pytest.mark.parametrize("window", [0, 33, 301])
+def test_questions_with_several_rows_over_a_prefix_give_their_own_bits(
+    calls: ctypes.CDLL, window: int, kv_type: Precision
+) -> None:
+    """Some begin inside the prefix, one ends there; some make one block beyond it, some more than one."""
+    shape = Shape(head_size=40, window=window, kv_type=kv_type)
+    for num_prefix in (256, 321):
+        pieces = last_rows(shape, num_prefix, (5, 1, 64, 90, 20))
+        rows = [replace(p, first=p.last - count) for p, count in zip(pieces, (5, 30, 64, 150, 9), strict=True)]
+        inside = replace(pieces[0], first=num_prefix - 60, last=num_prefix - 20)
+        for threads in (1, 2):
+            assert_each_as_if_alone(calls, shape, [*rows, inside, pieces[2]], threads)
+
+
 def test_windows_far_apart_give_each_its_own_bits(calls: ctypes.CDLL) -> None:
     """So far that one block would need more scores than the scratch holds for it."""
     for kv_type in KV_TYPES:
