@@ -31,7 +31,8 @@ _ROW_SCRATCH_BYTES = 2048 + 128
 _PASS_ROWS_PER_THREAD, _MAX_PASS_ROWS, _SLICE_OUTPUTS, _PREPARED_BYTES = 16, 24, 128, 136
 """Rows that threads work on by themselves, and their working memory (``forward.cpp``, ``forward_rows.cpp``)."""
 _LEAST_UNITS, _MOST_UNITS, _SCORE_BYTES, _TILE_ROWS, _STEP = 12, 144, 512 << 10, 2 * 144 + 64 + 256 + 2, 64
-"""The attention's scratch per thread (``attention_block.h``)."""
+_SHELF_BYTES = 4 << 20
+"""The attention's scratch per thread (``attention_block.h``), keys and values laid out too (``attention_cut.h``)."""
 _ROUTERS = (".gate.weight", ".router.weight")
 
 
@@ -213,7 +214,9 @@ def working_bytes(shape: ModelShape, load: Load) -> int:
         activations += load.num_threads * _MAX_PASS_ROWS * (row * _FLOAT_BYTES + prepared)
     positions = _rounded(load.max_context + _STEP, _STEP) + 16
     scores = max(_LEAST_UNITS * positions * _FLOAT_BYTES, min(_MOST_UNITS * positions * _FLOAT_BYTES, _SCORE_BYTES))
-    attention = load.num_threads * (scores + _TILE_ROWS * _rounded(shape.head_size, _STEP) * _FLOAT_BYTES)
+    head = _rounded(shape.head_size, _STEP) * _FLOAT_BYTES
+    shelf = min(_SHELF_BYTES, shape.num_heads * (2 * _rounded(load.max_context, _STEP) + 1) * head)
+    attention = load.num_threads * (scores + _TILE_ROWS * head + shelf)
     logits = shapes.decode_rows * (shape.vocabulary + shape.hidden) * _FLOAT_BYTES
     tables = shape.num_rotary_tables * load.max_context * shape.head_size * _FLOAT_BYTES
     return activations + attention + logits + tables
