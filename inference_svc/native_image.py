@@ -19,7 +19,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -41,8 +41,8 @@ _MAGIC = _KIND + b"2\n"
 _CONTENT = 3
 """Raised when the same model is packed to other numbers: 2, columns are equalized for int8; 3, rows are spread."""
 _LINE_BYTES = 64
-_BUFFER_BYTES = 16 << 20
-"""Written at once: pieces of a few MiB leave a file in the system's cache that cannot be mapped in large pages."""
+_BUFFER_BYTES = 4 << 20
+"""Written at once, from multiples of it: smaller pieces leave a file that cannot be mapped in large pages."""
 _SPARE_SHARE = 1.02
 """Room that must be free, by what the tensors are estimated at: tables of positions and descriptions come besides."""
 _SUFFIX = ".kevmodel"
@@ -92,7 +92,10 @@ class ImageDraft:
             if free < num_bytes * _SPARE_SHARE:
                 raise OSError(f"{num_bytes / 2**20:.0f} MiB are needed, {free / 2**20:.0f} MiB are free")
             partial = PartialFile.beside(name.path, buffer_bytes=_BUFFER_BYTES)
-            partial.file.seek(_LINE_BYTES)
+            with ExitStack() as unless_written:
+                unless_written.callback(partial.close)
+                partial.file.write(bytes(_LINE_BYTES))
+                unless_written.pop_all()
             return cls(name, partial)
         except OSError as error:
             _LOG.warning("%s", _not_kept(name.path, error))
@@ -107,14 +110,22 @@ class ImageDraft:
         offset = self.partial.file.tell()
         try:
             for block in blocks:
-                self.partial.file.write(block.flatten().view(torch.uint8).numpy().data)
+                self._write(block.flatten().view(torch.uint8).numpy().data)
             end = self.partial.file.tell()
-            self.partial.file.write(bytes(-end % _LINE_BYTES))
+            self._write(memoryview(bytes(-end % _LINE_BYTES)))
         except OSError as error:
             raise self._lost(error) from error
         check_filled(end - offset, dtype, shape)
         self._entries.append({"dtype": str(dtype), "shape": list(shape), "offset": offset})
         return len(self._entries)
+
+    def _write(self, data: memoryview) -> None:
+        """Fill the buffer to the last byte before it is written, so that writes begin where they should."""
+        file = self.partial.file
+        while data:
+            room = _BUFFER_BYTES - file.tell() % _BUFFER_BYTES
+            file.write(data[:room])
+            data = data[room:]
 
     def finish(self, structures: Structures) -> tuple[torch.Tensor, ...]:
         """See ``TensorStore``.

@@ -163,8 +163,8 @@ def _full_disk(after: int) -> Callable[[Path, pytest.MonkeyPatch], None]:
     def fill(_folder: Path, patch: pytest.MonkeyPatch) -> None:
         begin = PartialFile.beside
 
-        def limited(target: Path) -> PartialFile:
-            partial = begin(target)
+        def limited(target: Path, *, buffer_bytes: int) -> PartialFile:
+            partial = begin(target, buffer_bytes=buffer_bytes)
             write = partial.file.write
             left = [after]
 
