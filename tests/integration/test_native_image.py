@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from common.errors import UnsupportedModelError
+from common.heap import give_back
 from inference_svc.attention import Backend
 from inference_svc.kept_files import PartialFile
 from inference_svc.kernels.layout import CLayer, CMlp, CModel
@@ -278,7 +279,7 @@ def test_a_start_holds_no_second_copy(precision: str, tmp_path: Path, monkeypatc
     """Packed weights are not in memory, and blocks leave nothing behind; without an image the test would see them."""
     shape = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}
     monkeypatch.setitem(CONFIGS, "wide", lambda: LlamaConfig(**{**CONFIGS["llama"]().to_dict(), **shape}))
-    monkeypatch.setattr("tests.integration.tiny_checkpoint.VOCAB_SIZE", 80_000)
+    monkeypatch.setattr("tests.integration.tiny_checkpoint.VOCAB_SIZE", 120_000)
     save_checkpoint(tmp_path, "wide", torch.bfloat16)
     grown: list[int] = []
 
@@ -292,14 +293,15 @@ def test_a_start_holds_no_second_copy(precision: str, tmp_path: Path, monkeypatc
     for image_dir in (None, tmp_path / "images"):
         grown.clear()
         gc.collect()
+        give_back()
         start = _anonymous_bytes()
         native = _load(tmp_path, precision, image_dir).native
         assert native is not None
         num_bytes = native.num_bytes
         most.append(max(grown))
         del native
-    assert most[1] < 80_000 * 256 * 2, "less than the source has on disk"
-    assert most[1] < most[0] - 0.7 * num_bytes
+    assert most[1] < 120_000 * 256 * 2, "less than the source has on disk"
+    assert most[1] < most[0] - 0.5 * num_bytes
 
 
 def _anonymous_bytes() -> int:
