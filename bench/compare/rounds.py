@@ -1,9 +1,9 @@
 """Who runs when: systems take turns on a work, round after round.
 
 Invariants and semantics: first every system answers some of the questions alone, which is its warm-up and tells what
-its answers are without company; then come the rounds, in each of which every system runs once. A system that has used
-its time is left out of later rounds; its first round always runs, unless the questions alone already failed. Whatever a
-system does, the others go on.
+its answers are without company; then come the rounds, in each of which every system runs once, there and back by turns:
+who runs after whom tells in caches and clocks. A system that has used its time is left out of later rounds; its first
+round always runs, unless the questions alone already failed. Whatever a system does, the others go on.
 
 Not here: processes (``peer_process``), statistics (``readings``).
 """
@@ -72,7 +72,8 @@ def measure(work: Work, seats: Sequence[Seat], rules: Rules, tell: Callable[[str
     """All systems on one work; ``tell`` hears of every turn before it starts."""
     courses = {seat.system.name: _Course(seat=seat, player=seat.player) for seat in seats if seat.player is not None}
     stages = ["alone", *(f"round {number + 1} of {rules.num_rounds}" for number in range(rules.num_rounds))]
-    steps = [(stage, course) for stage in stages for course in courses.values()]
+    there = list(courses.values())
+    steps = [(stage, course) for index, stage in enumerate(stages) for course in (there[::-1] if index % 2 else there)]
     for number, (stage, course) in enumerate(steps, 1):
         tell(f"{number}/{len(steps)} {work.name}, {stage}: {course.seat.system.label}")
         ask = _ask_alone if stage == "alone" else _ask_together

@@ -274,7 +274,7 @@ def seat(name: str, player: Scripted | None, status: Status = Status.MEASURED) -
 
 
 def test_systems_alternate_after_their_questions_alone() -> None:
-    """One system after the other, round by round: drift of the machine hits all alike."""
+    """One after the other, round by round, there and back: drift of the machine and neighbours hit all alike."""
     told: list[str] = []
     players = [Scripted(lambda order, _: echo(order)) for _ in range(2)]
     seats = [seat("padded", players[0]), seat("vllm", None, Status.NOT_INSTALLED), seat("serial", players[1])]
@@ -288,6 +288,8 @@ def test_systems_alternate_after_their_questions_alone() -> None:
         "5/6 W1, round 2 of 2",
         "6/6 W1, round 2 of 2",
     ]
+    labels = [text.split(": ")[1] for text in told]
+    assert labels[:2] == labels[4:] == labels[2:4][::-1] and labels[0] != labels[1]
     assert [reading.status for reading in readings] == [Status.MEASURED, Status.NOT_INSTALLED, Status.MEASURED]
     assert readings[0].rounds_s == (1.0, 1.0) and readings[0].num_changed == 0 and readings[0].num_compared == 2
     assert readings[1].note == "why"
