@@ -35,6 +35,8 @@ from kev.parts import EmbeddedNode, EngineParts
 _LOG = logging.getLogger("kev.engine")
 _MAX_ATTEMPTS = 2
 _LOOK_INTERVAL_S = 0.2
+_ENDING_S = 0.002
+"""Between looks at a thread that is about to end: looking all the time would keep the interpreter from it."""
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ class Cores:
         while not thread.has_ended:
             if self._hopeless is not None:
                 await self._fail_waiting(core, failure)
-            await asyncio.sleep(_LOOK_INTERVAL_S if thread.step_in_flight else 0)
+            await asyncio.sleep(_LOOK_INTERVAL_S if thread.step_in_flight else _ENDING_S)
 
     async def _fail_waiting(self, core: _Core, failure: EngineDeadError) -> None:
         """End what waits for a core: nobody knows whether one will run again."""
