@@ -17,12 +17,12 @@ from inference_svc.kernels.layout import Precision
 from inference_svc.kernels.library import Library, kernels
 from inference_svc.kernels.quantized import quantize_rows
 from inference_svc.kv_cache import KVCache
-from inference_svc.memory_plan import KVGeometry
 from inference_svc.native_check import ModelSize, layer_calls
 from inference_svc.native_forward import NativeForward
 from inference_svc.native_model import NativeModel
 from inference_svc.plan import ForwardShapes
 from inference_svc.probe import run_logits
+from inference_svc.source_model import geometry_of
 from tests.integration.crowd import prompt
 from tests.integration.tiny_models import ARCHITECTURES, CONFIGS, MAX_CONTEXT, MIXTURES, VOCAB, fresh_module
 
@@ -39,15 +39,7 @@ def _logits(name: str, *, equalize: bool, precision: Precision = Precision.F32) 
     module = fresh_module(name, torch.float32)
     module.set_attn_implementation(Backend.CPU.attention_name)
     config = CONFIGS[name]()
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    geometry = KVGeometry(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        key_head_size=head_size,
-        value_head_size=head_size,
-        element_bytes=4,
-    )
+    geometry = geometry_of(config, torch.float32)
     size = ModelSize(geometry=geometry, kv_dtype=torch.float32, max_context=MAX_CONTEXT, vocab_size=VOCAB)
     decoder = read_decoder(module, layer_calls(module, size), MAX_CONTEXT)
     if equalize:

@@ -14,10 +14,10 @@ from inference_svc.attention import Backend, cpu_attention, register
 from inference_svc.decoder import Decoder, DecoderLayer, Linear, Mlp, Norm, read_decoder
 from inference_svc.kernels.layout import Activation, Precision
 from inference_svc.kernels.library import Library, kernels
-from inference_svc.memory_plan import KVGeometry
 from inference_svc.model_loader import LoadSettings, wrap_model
 from inference_svc.native_check import ModelSize, NativeCheck, reference_of
 from inference_svc.native_model import NativeModel
+from inference_svc.source_model import geometry_of
 from tests.integration.tiny_models import (
     ARCHITECTURES,
     MAX_CONTEXT,
@@ -42,15 +42,7 @@ def _read(name: str, form: Form) -> tuple[NativeCheck, Decoder]:
     register(Backend.CPU, cpu_attention)
     module.set_attn_implementation(Backend.CPU.attention_name)
     config = module.config
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    geometry = KVGeometry(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        key_head_size=head_size,
-        value_head_size=head_size,
-        element_bytes=form.dtype.itemsize,
-    )
+    geometry = geometry_of(config, form.dtype)
     size = ModelSize(geometry=geometry, kv_dtype=form.dtype, max_context=MAX_CONTEXT, vocab_size=config.vocab_size)
     reference = reference_of(module, size)
     decoder = read_decoder(module, reference.calls, MAX_CONTEXT)
